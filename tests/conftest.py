@@ -1,0 +1,10 @@
+"""One thread per process, and no deadline for hypothesis: the first call of a kernel compiles it."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("thinwire", deadline=None, derandomize=True)
+settings.load_profile("thinwire")
