@@ -1,0 +1,88 @@
+"""The vocabulary: frozen values that every folder may hold. No logic beyond printing, no import of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What a message meets: `alpha` seconds until its first byte arrives, `beta` seconds for every byte.
+
+    1 / beta is the rate of each host's egress and of each host's ingress in bytes per second.
+    """
+
+    alpha: float
+    beta: float
+
+
+class Moment(NamedTuple):
+    """When a message belongs: frames carry it and errors name it."""
+
+    step: int = 0
+    plan: str = ""
+    collective: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which exchange runs, over which collective, at which ratio: the one thing all ranks must agree on."""
+
+    exchange: str
+    collective: str
+    ratio: float
+    broadcast: str = "tree"
+    values: str = "float32"
+
+    def __str__(self) -> str:
+        share = "" if self.exchange == "dense" else f" at {self.ratio:.3g} ({1 / self.ratio:.3g}x)"
+        return f"{self.exchange} over {self.collective}{share}"
+
+
+class Sparse(NamedTuple):
+    """Some entries of a flat tensor: `indices` ascending and distinct, `values` beside them."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+class Exchanged(NamedTuple):
+    """What an exchange gives back, besides what it left of this rank's gradient.
+
+    Attributes:
+        mean: with the same bits on every rank, one entry per entry of the gradient.
+        told: the sum over ranks of the numbers that rode along, the energy sent first.
+        compress_seconds: the time spent choosing and coding entries.
+    """
+
+    mean: torch.Tensor
+    told: torch.Tensor
+    compress_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One synchronised step as this rank saw it.
+
+    Args:
+        step: the number of synchronised steps before this one.
+        plan: what ran.
+        seconds: from the gradient in hand to the mean in hand.
+        compress_seconds: the part of `seconds` spent choosing and coding entries.
+        sent_bytes: payload bytes this rank sent.
+        dense_bytes: what this rank would have sent for the whole gradient over the same kind of collective.
+        gain: energy sent over energy available, summed over all ranks, in (0, 1]; NaN for a skipped step.
+        skipped: some rank's gradient was not finite, so every rank's was made so and no error memory changed.
+    """
+
+    step: int
+    plan: Plan
+    seconds: float
+    compress_seconds: float
+    sent_bytes: int
+    dense_bytes: int
+    gain: float
+    skipped: bool
