@@ -1,0 +1,99 @@
+"""AR-Topk: one rank leads and names the entries, everyone sends its own values there, and those can be all-reduced.
+
+Reference: Tyagi & Swany 2023, Algorithm 1. STAR's rule is also CLT-k of ScaleCom (Chen et al. 2020).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+
+import torch
+
+from thinwire.collectives import ALL_GATHERS, Collective, Leg
+from thinwire.compress.base import Compensated, Selector, add_entries, take_entries, take_out
+from thinwire.compress.coding import Coding
+from thinwire.compress.topk import TopK
+from thinwire.exchange.base import TOLD, Exchange
+from thinwire.link.base import Link
+from thinwire.types import Exchanged, Sparse
+
+
+class ARTopk(Exchange):
+    """Algorithm 1, whoever leads.
+
+    The paper sends 8-byte indices; ours cost what their coding costs. Its values are averaged, as Eq. (1a) and the
+    published code do, where Algorithm 1 leaves it open.
+    """
+
+    def __init__(self, all_reduce: Collective, broadcast: Collective) -> None:
+        self.selector: Selector = TopK()
+        self.all_reduce = all_reduce
+        self.broadcast = broadcast
+
+    def run(
+        self, link: Link, fed: Compensated, ratio: float, step: int, numbers: tuple[float, ...], out: torch.Tensor
+    ) -> Exchanged:
+        coding = Coding(fed.x.numel(), self.selector.count(fed.x.numel(), ratio), fed.x.dtype)
+        start = time.perf_counter()
+        leader, taken = self._lead(link, fed, ratio, step)
+        code = torch.empty(coding.index_bytes, dtype=torch.uint8, device=fed.x.device)
+        if link.rank == leader:
+            coding.encode_indices(taken.indices, code)
+        compress_seconds = time.perf_counter() - start
+        self.broadcast.run(link, code, root=leader)
+        sent = taken if link.rank == leader else take_out(fed.x, coding.decode_indices(code))
+        told = sent.values.new_tensor((float(sent.values.square().sum()), *numbers))
+        values = torch.cat((sent.values, told))
+        self.all_reduce.run(link, values)
+        mean = out[: fed.x.numel()].zero_()
+        mean.index_copy_(0, sent.indices.long(), values[:-TOLD].mul_(1 / link.world_size))
+        return Exchanged(mean=mean, told=values[-TOLD:], compress_seconds=compress_seconds)
+
+    def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
+        dtype = torch.float64 if itemsize == 8 else torch.float32
+        coding = Coding(numel, self.selector.count(numel, ratio), dtype)
+        return [
+            Leg(self.broadcast, coding.index_bytes, 1, leader),
+            Leg(self.all_reduce, coding.k + TOLD, itemsize),
+        ]
+
+    @abstractmethod
+    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int) -> tuple[int, Sparse]:
+        """Who leads this step, and, on that rank, the entries that it has taken."""
+
+
+class StarTopk(ARTopk):
+    """STAR: ranks lead in turn, r~ = i mod N. Only the leader has to choose."""
+
+    name = "star-topk"
+
+    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int) -> tuple[int, Sparse]:
+        leader = step % link.world_size
+        if link.rank == leader:
+            return leader, take_entries(self.selector, fed, ratio, step)
+        return leader, Sparse(fed.x[:0], fed.x[:0])
+
+
+class VarTopk(ARTopk):
+    """VAR: the rank whose chosen entries carry most energy leads, var_r = ||g_r||^2, r~ = argmax var.
+
+    The published code takes the norm of the raw gradient, smoothed; Algorithm 1 says the compressed, error-fed one, and
+    so does this. It costs everyone a top-k and an all-gather of 4 N bytes, alpha + 4 (N-1) beta here.
+    """
+
+    name = "var-topk"
+    _all_gather = ALL_GATHERS["direct"]
+
+    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int) -> tuple[int, Sparse]:
+        taken = take_entries(self.selector, fed, ratio, step)
+        variances = torch.zeros(link.world_size)
+        variances[link.rank] = taken.values.square().sum()
+        self._all_gather.run(link, variances)
+        leader = int(variances.argmax())
+        if link.rank != leader:
+            add_entries(fed.x, taken, 1.0)
+        return leader, taken
+
+    def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
+        return [Leg(self._all_gather, world_size, 4), *super().legs(numel, itemsize, ratio, world_size, leader)]

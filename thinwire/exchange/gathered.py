@@ -1,0 +1,64 @@
+"""Every rank sends its own choice of entries to all: they cannot be added on the way, so they are gathered."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from thinwire.collectives import Collective, Leg
+from thinwire.compress.base import Compensated, Selector, add_entries, take_entries
+from thinwire.compress.coding import Coding
+from thinwire.exchange.base import TOLD, Exchange
+from thinwire.link.base import Link
+from thinwire.types import Exchanged, Sparse
+
+_TOLD_BYTES = 8 * TOLD  # float64
+
+
+class Gathered(Exchange):
+    """mean = 1/N sum_r C(x_r), with each C(x_r) sent whole, as [numbers | indices | values].
+
+    With `selector` the exact top k this is the classical Top-k over all-gather; layer-wise top-k and MSTopk differ in
+    the selector only.
+    """
+
+    def __init__(self, name: str, selector: Selector, all_gather: Collective, values: str = "float32") -> None:
+        self.name = name
+        self.selector = selector
+        self.all_gather = all_gather
+        self.values = values
+
+    def run(
+        self, link: Link, fed: Compensated, ratio: float, step: int, numbers: tuple[float, ...], out: torch.Tensor
+    ) -> Exchanged:
+        coding = self._coding(fed.x.numel(), fed.x.dtype, ratio)
+        start = time.perf_counter()
+        sent = self._take(fed, ratio, step, coding)
+        messages = torch.empty(link.world_size, _TOLD_BYTES + coding.nbytes, dtype=torch.uint8, device=fed.x.device)
+        told = torch.tensor((float(sent.values.square().sum()), *numbers), dtype=torch.float64)
+        messages[link.rank, :_TOLD_BYTES].view(torch.float64).copy_(told)
+        coding.encode(sent, messages[link.rank, _TOLD_BYTES:])
+        compress_seconds = time.perf_counter() - start
+        self.all_gather.run(link, messages.view(-1))
+        mean = out[: fed.x.numel()].zero_()
+        for message in messages:  # in the order of ranks, so that every rank adds up the same bits
+            add_entries(mean, coding.decode(message[_TOLD_BYTES:]), 1 / link.world_size)
+        told = messages[:, :_TOLD_BYTES].contiguous().view(torch.float64).sum(0)
+        return Exchanged(mean=mean, told=told, compress_seconds=compress_seconds)
+
+    def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
+        dtype = torch.float64 if itemsize == 8 else torch.float32
+        return [Leg(self.all_gather, world_size * (_TOLD_BYTES + self._coding(numel, dtype, ratio).nbytes), 1)]
+
+    def _take(self, fed: Compensated, ratio: float, step: int, coding: Coding) -> Sparse:
+        """Take the chosen entries out of x, as the other ends will see them; what rounding loses stays."""
+        taken = take_entries(self.selector, fed, ratio, step)
+        if not coding.rounds:
+            return taken
+        sent = Sparse(taken.indices, coding.round(taken.values))
+        add_entries(fed.x, Sparse(taken.indices, taken.values - sent.values), 1.0)
+        return sent
+
+    def _coding(self, numel: int, dtype: torch.dtype, ratio: float) -> Coding:
+        return Coding(numel, self.selector.count(numel, ratio), dtype, self.values)
