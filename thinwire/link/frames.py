@@ -1,0 +1,154 @@
+"""What travels between two ranks of a `TcpLink`: a hello each way, then frames of a fixed header and its payload.
+
+No length that a peer claims is believed here: a header is only taken apart, and `Connection` decides what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+MAGIC = b"tnwr"
+VERSION = 1
+
+DATA, GOODBYE, ABORT, LOST = range(4)
+
+# Only ever append: the position is the code on the wire.
+DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+RUN_ID_BYTES = 8
+REASON_BYTES = 1024
+
+_HELLO = struct.Struct(f"!4sB3x{RUN_ID_BYTES}sII")
+# magic, version, kind, dtype, run id, sequence, step, plan, collective, nbytes, crc of the payload
+_FIELDS = struct.Struct(f"!4sBBBx{RUN_ID_BYTES}sQq8s8sQI")
+_HEADER = struct.Struct(_FIELDS.format + "I")  # and the crc of all that
+
+_ORIGIN = struct.Struct("!I")
+
+HELLO_BYTES = _HELLO.size
+HEADER_BYTES = _HEADER.size
+
+
+class FrameError(Exception):
+    """These bytes are not a frame of this run. The text completes 'rank 1 sent rank 0 ...'."""
+
+
+class Hello(NamedTuple):
+    """Who is calling, and for which run."""
+
+    run_id: bytes
+    rank: int
+    world_size: int
+
+
+def encode_hello(hello: Hello) -> bytes:
+    return _HELLO.pack(MAGIC, VERSION, *hello)
+
+
+def decode_hello(raw: bytes) -> Hello | None:
+    """None for whatever is not a hello of our version."""
+    magic, version, run_id, rank, world_size = _HELLO.unpack(raw)
+    return Hello(run_id, rank, world_size) if (magic, version) == (MAGIC, VERSION) else None
+
+
+class Header(NamedTuple):
+    """What a frame says about itself. Names travel as digests, so that the header's size never depends on them."""
+
+    kind: int
+    dtype_code: int
+    run_id: bytes
+    sequence: int
+    step: int
+    plan: bytes
+    collective: bytes
+    nbytes: int
+    payload_crc: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_code]
+
+
+def encode_header(header: Header) -> bytes:
+    fields = _FIELDS.pack(MAGIC, VERSION, *header)
+    return fields + zlib.crc32(fields).to_bytes(4, "big")
+
+
+def decode_header(raw: bytes | bytearray, run_id: bytes, sequence: int) -> Header:
+    """Take a header apart, or raise `FrameError` when it cannot be the next of this run's connection."""
+    magic, version, *fields, crc = _HEADER.unpack(raw)
+    header = Header._make(fields)
+    if magic != MAGIC:
+        raise FrameError(f"bytes that do not start a frame ({magic!r})")
+    if version != VERSION:
+        raise FrameError(f"a frame of protocol version {version}, this is version {VERSION}")
+    if crc != zlib.crc32(raw[: _FIELDS.size]):
+        raise FrameError("a frame header that was damaged on the way (crc)")
+    if header.run_id != run_id:
+        raise FrameError("a frame of another run")
+    if header.sequence != sequence:
+        raise FrameError(f"frame {header.sequence} where frame {sequence} was due")
+    if header.kind not in (DATA, GOODBYE, ABORT, LOST) or header.dtype_code >= len(DTYPES):
+        raise FrameError(f"a frame of unknown kind {header.kind} or type {header.dtype_code}")
+    if header.kind != DATA and header.nbytes > REASON_BYTES:
+        raise FrameError(f"a farewell of {header.nbytes} bytes")
+    return header
+
+
+def encode_reason(origin: int, text: str) -> bytes:
+    """Why a rank gives up: the rank that it all began with, and a bounded text that is cut between characters."""
+    cut = text.encode()[: REASON_BYTES - _ORIGIN.size].decode(errors="ignore")
+    return _ORIGIN.pack(origin) + cut.encode()
+
+
+def decode_reason(raw: bytes) -> tuple[int, str]:
+    if len(raw) < _ORIGIN.size:
+        raise FrameError("a farewell without a reason")
+    return _ORIGIN.unpack_from(raw)[0], raw[_ORIGIN.size :].decode(errors="replace")
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    if dtype not in _CODES:
+        raise TypeError(f"{dtype} cannot travel over a TcpLink; view the tensor as torch.uint8.")
+    return _CODES[dtype]
+
+
+_NAMES: dict[bytes, str] = {}
+
+
+@lru_cache(maxsize=4096)
+def digest(name: str) -> bytes:
+    """Eight bytes for a plan's or a collective's name."""
+    value = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    _NAMES[value] = name
+    return value
+
+
+def name_of(value: bytes) -> str:
+    """The name behind a digest, if this process has used that name itself (as ranks that drift apart usually have)."""
+    return _NAMES.get(value, f"unknown here, digest {value.hex()}")
