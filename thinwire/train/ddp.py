@@ -1,0 +1,141 @@
+"""The drop-in: one communication hook under DistributedDataParallel.
+
+DDP hands over the gradient in buckets, in one fixed order, and changes their layout after the first steps. The hook
+keeps them until the last one is there, since the best entries can only be chosen among all, and then runs one exchange,
+in the thread that called it. Nothing is ever sent from a future's callback.
+"""
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives.native import TorchAllReduce
+from thinwire.link.base import Link
+from thinwire.train.sync import Synchronizer
+
+
+def attach(
+    model: DistributedDataParallel,
+    exchange: str = "topk-allgather",
+    *,
+    ratio: float | None = None,
+    collective: str | None = None,
+    broadcast: str = "tree",
+    values: str = "float32",
+    link: str | Link = "tcp",
+    timeout: float = 300.0,
+    low_pass: float = 1.0,
+    scaler: Any = None,
+) -> Synchronizer:
+    """Exchange a DDP model's gradients by a plan of ours. The training loop stays as it is.
+
+        model = DistributedDataParallel(model)
+        comm = thinwire.attach(model, exchange="star-topk", ratio=0.01)
+
+    See `Synchronizer` for the arguments and for what comes back. A plan of exchange="dense", collective="torch" is
+    DDP's own exchange, bit for bit.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach needs a model wrapped in DistributedDataParallel, got {type(model).__name__}. "
+            "For a loop without DDP use thinwire.Synchronizer."
+        )
+    if hasattr(model, "_thinwire"):
+        raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
+    comm = Synchronizer(
+        model.module,
+        exchange,
+        ratio=ratio,
+        collective=collective,
+        broadcast=broadcast,
+        values=values,
+        link=link,
+        timeout=timeout,
+        low_pass=low_pass,
+        scaler=scaler,
+        group=model.process_group,
+        broadcast_parameters=False,
+    )
+    model.register_comm_hook(_Courier(comm, model), _hook)
+    model._thinwire = comm  # type: ignore[assignment]
+    return comm
+
+
+def _hook(state: "_Courier", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.take(bucket)
+
+
+class _Courier:
+    """Between DDP's buckets and the synchronizer."""
+
+    def __init__(self, comm: Synchronizer, model: DistributedDataParallel) -> None:
+        self._comm = comm
+        self._model = model
+        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        self._waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
+        self._passing = _Passing(comm)
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.buffer().is_sparse:
+            names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
+            raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
+        if self._comm.exchange.bucketwise and self._comm.memory.empty:
+            return self._passing.take(bucket)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        if bucket.index() == 0:
+            self._waiting = []  # an earlier backward may have failed half-way
+        self._waiting.append((bucket, future))
+        if bucket.is_last():
+            self._exchange()
+        return future
+
+    def _exchange(self) -> None:
+        grads = {
+            self._names[id(parameter)]: grad
+            for bucket, _ in self._waiting
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
+        # DDP throws away what comes back for a parameter that no rank used, so its error must not be sent then.
+        hold = self._model.find_unused_parameters or self._model.static_graph
+        self._comm.average(grads, hold=hold)
+        for bucket, future in self._waiting:
+            future.set_result(bucket.buffer())
+        self._waiting = []
+
+
+class _Passing:
+    """A dense step over torch's own all_reduce: each bucket goes as soon as it is there, exactly as DDP sends it."""
+
+    def __init__(self, comm: Synchronizer) -> None:
+        self._comm = comm
+        self._lock = threading.Lock()
+        self._native = TorchAllReduce()
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        link = self._comm.link
+        if bucket.index() == 0:
+            self._start, self._sent_before = link.now(), link.sent_bytes
+            self._under_way, self._all_taken, self._finite = 0, False, True
+        with self._lock:
+            self._under_way += 1
+            self._all_taken = bucket.is_last()
+        self._native.count(link, bucket.buffer())
+        # DDP multiplies by the inverse where others divide; with 3 ranks the bits differ.
+        buffer = bucket.buffer().mul_(1 / link.world_size)
+        future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=link.group, async_op=True).get_future()
+        return future.then(lambda done: self._arrived(done.value()[0]))
+
+    def _arrived(self, buffer: torch.Tensor) -> torch.Tensor:
+        finite = bool(torch.isfinite(buffer.sum())) or bool(torch.isfinite(buffer).all())
+        with self._lock:
+            self._under_way -= 1
+            self._finite &= finite
+            if self._all_taken and not self._under_way:
+                link, gain = self._comm.link, 1.0 if self._finite else float("nan")
+                sent_bytes = link.sent_bytes - self._sent_before
+                self._comm.close_step(link.now() - self._start, 0.0, sent_bytes, gain, not self._finite)
+        return buffer

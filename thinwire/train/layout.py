@@ -1,0 +1,67 @@
+"""Where each parameter lies in the one flat gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters in the order of their names' registration, which no bucket rebuild changes."""
+
+    parameters: dict[str, nn.Parameter]
+    slices: dict[str, slice]
+
+    @classmethod
+    def of(cls, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Layout:
+        """Lay out the trainable ones; refuse what cannot be exchanged, by name."""
+        parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        if not parameters:
+            raise ValueError("the model has no trainable parameters, so there is no gradient to exchange.")
+        for name, p in parameters.items():
+            if not p.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} is {p.dtype}; only real floating-point gradients can be exchanged."
+                )
+        devices = {p.device for p in parameters.values()}
+        if len(devices) > 1:
+            raise ValueError(f"parameters lie on several devices ({', '.join(map(str, devices))}); one is supported.")
+        slices, end = {}, 0
+        for name, p in parameters.items():
+            slices[name] = slice(end, end + p.numel())
+            end += p.numel()
+        if end >= 1 << 31:
+            raise ValueError(f"the model has {end} trainable entries; indices are sent for fewer than 2^31.")
+        return cls(parameters, slices)
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(p.numel() for p in self.parameters.values())
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What errors are kept in: half-precision gradients get single-precision errors."""
+        wide = any(p.dtype == torch.float64 for p in self.parameters.values())
+        return torch.float64 if wide else torch.float32
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise for a layer that would give a sparse gradient, by the name of its weight."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"parameter {f'{name}.weight'.lstrip('.')!r} has sparse gradients, which cannot be exchanged. "
+                "Build the layer with sparse=False."
+            )
