@@ -1,0 +1,199 @@
+"""Laws of training with every exchange: ranks are threads, so that a whole run takes milliseconds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.test_exchanges import WORLD_SIZES, _name, _plans
+from thinwire import Plan, Synchronizer
+from thinwire.link.thread import ThreadLink, ThreadWorld
+
+PLANS = _plans(0.1)
+
+
+def arguments(plan: Plan) -> dict[str, Any]:
+    return {
+        "exchange": plan.exchange,
+        "ratio": None if plan.exchange == "dense" else plan.ratio,
+        "collective": plan.collective,
+        "broadcast": plan.broadcast,
+        "values": plan.values,
+    }
+
+
+def small_net() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return net
+
+
+def train(sync: Synchronizer, net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + sync.link.rank)
+        x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        sync.average_gradients()
+        optimizer.step()
+
+
+def start(link: ThreadLink, plan: Plan, **more: Any) -> tuple[Synchronizer, nn.Module, torch.optim.Optimizer]:
+    net = small_net()
+    sync = Synchronizer(net, link=link, **arguments(plan), **more)
+    return sync, net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("plan", PLANS, ids=_name)
+def test_a_resumed_run_ends_with_the_same_bits_as_one_that_went_on(plan: Plan, world_size: int) -> None:
+    def whole(link: ThreadLink) -> Any:
+        sync, net, optimizer = start(link, plan)
+        train(sync, net, optimizer, range(3))
+        saved = copy.deepcopy((sync.state_dict(), net.state_dict(), optimizer.state_dict()))
+        train(sync, net, optimizer, range(3, 6))
+        return saved, net.state_dict(), sync.state_dict()
+
+    went_on = ThreadWorld(world_size).run(whole)
+
+    def resumed(link: ThreadLink) -> Any:
+        sync, net, optimizer = start(link, plan)
+        train(sync, net, optimizer, range(7, 8))  # whatever it held is replaced
+        state = went_on[link.rank][0]
+        sync.load_state_dict(state[0])
+        net.load_state_dict(state[1])
+        optimizer.load_state_dict(state[2])
+        train(sync, net, optimizer, range(3, 6))
+        return net.state_dict(), sync.state_dict()
+
+    for (_, net, state), (net_again, state_again) in zip(went_on, ThreadWorld(world_size).run(resumed), strict=True):
+        assert all(torch.equal(net[name], net_again[name]) for name in net)
+        assert state_again["step"] == state["step"] == 6
+        for name, error in state["error"].items():
+            assert torch.equal(error, state_again["error"][name])
+        assert torch.equal(net["0.weight"], went_on[0][1]["0.weight"])  # and the ranks are replicas
+
+
+def test_the_same_seed_gives_the_same_run_twice() -> None:
+    def program(link: ThreadLink) -> torch.Tensor:
+        sync, net, optimizer = start(link, PLANS[-1])
+        train(sync, net, optimizer, range(5))
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    first, second = (ThreadWorld(3).run(program) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_parameters_and_buffers_start_as_those_of_rank_0() -> None:
+    def program(link: ThreadLink) -> tuple[torch.Tensor, torch.Tensor]:
+        net = nn.BatchNorm1d(4)
+        nn.init.constant_(net.weight, link.rank + 1.0)
+        net.running_mean.fill_(link.rank + 5.0)
+        Synchronizer(net, link=link)
+        return net.weight.detach(), net.running_mean
+
+    for weight, mean in ThreadWorld(3).run(program):
+        assert weight.tolist() == [1.0] * 4
+        assert mean.tolist() == [5.0] * 4
+
+
+def test_a_parameter_without_a_gradient_gets_the_others_mean() -> None:
+    def program(link: ThreadLink) -> torch.Tensor:
+        net = nn.Linear(2, 1, bias=False)
+        sync = Synchronizer(net, "dense", collective="ring", link=link)
+        if link.rank == 0:
+            net.weight.grad = torch.tensor([[3.0, 6.0]])
+        sync.average_gradients()
+        assert net.weight.grad is not None
+        return net.weight.grad
+
+    for grad in ThreadWorld(3).run(program):
+        torch.testing.assert_close(grad, torch.tensor([[1.0, 2.0]]))
+
+
+def test_scalecoms_low_pass_mixes_the_old_error_with_what_is_left() -> None:
+    def program(link: ThreadLink) -> list[torch.Tensor]:
+        net = nn.Linear(4, 1, bias=False)
+        sync = Synchronizer(net, "topk-allgather", ratio=0.25, link=link, low_pass=0.5)
+        errors = []
+        for grad in ([8.0, 4.0, 2.0, 0.0], [0.0, 1.0, 0.0, 8.0]):
+            net.weight.grad = torch.tensor([grad])
+            sync.average_gradients()
+            errors.append(sync.state_dict()["error"]["weight"].flatten())
+        return errors
+
+    first, second = ThreadWorld(1).run(program)[0]
+    # m = (1 - 0.5) 0 + 0.5 [0, 4, 2, 0]
+    assert first.tolist() == [0.0, 2.0, 1.0, 0.0]
+    # x = [0, 3, 1, 8], of which 8 is sent: m = 0.5 m + 0.5 [0, 3, 1, 0]
+    assert second.tolist() == [0.0, 2.5, 1.0, 0.0]
+
+
+def test_the_record_of_a_step_says_what_was_sent_and_how_much_of_the_gradient_that_was() -> None:
+    def program(link: ThreadLink) -> Any:
+        net = nn.Linear(100, 1, bias=False)
+        sync = Synchronizer(net, "topk-allgather", ratio=0.01, link=link)
+        net.weight.grad = torch.ones(1, 100)
+        net.weight.grad[0, link.rank] = 3.0
+        link.sent_bytes = 0
+        sync.average_gradients()
+        return sync.last, link.sent_bytes
+
+    for last, sent_bytes in ThreadWorld(4).run(program):
+        assert last.gain == pytest.approx(9 / (9 + 99))
+        assert last.sent_bytes == sent_bytes == 3 * (24 + 8 + 8)  # numbers, one index, one value, each in whole words
+        assert last.dense_bytes == 2 * 3 * 400 // 4
+        assert (last.step, last.skipped) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 1}, "this state has rank 1, this run has 0"),
+        ({"world_size": 2}, "this state has world_size 2, this run has 1"),
+        ({"version": 0}, "this state has version 0, this run has 1"),
+        ({"error": {}}, r"missing \['weight'\]"),
+        ({"error": {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}}, r"unknown \['bias'\]"),
+        ({"error": {"weight": torch.zeros(3, 1)}}, r"shape \(3, 1\), not \(1, 3\)"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_whole(change: dict[str, Any], message: str) -> None:
+    def program(link: ThreadLink) -> None:
+        net = nn.Linear(3, 1, bias=False)
+        sync = Synchronizer(net, "topk-allgather", ratio=0.5, link=link)
+        net.weight.grad = torch.tensor([[1.0, 2.0, 3.0]])
+        sync.average_gradients()
+        before = copy.deepcopy(sync.state_dict())
+        with pytest.raises(ValueError, match=message):
+            sync.load_state_dict({**before, "step": 77, **change})
+        assert sync.step == 1
+        assert torch.equal(sync.state_dict()["error"]["weight"], before["error"]["weight"])
+
+    ThreadWorld(1).run(program)
+
+
+def test_a_ratio_that_a_dense_exchange_ignores_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="ratio=0.5 has no effect"):
+        Synchronizer(nn.Linear(2, 2), "dense", ratio=0.5, collective="ring", link=ThreadWorld(1).links[0])
+
+
+def test_bad_models_are_refused_by_name() -> None:
+    link = ThreadWorld(1).links[0]
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        Synchronizer(nn.Linear(2, 2).requires_grad_(False), link=link)
+    with pytest.raises(ValueError, match=r"'0.weight' has sparse gradients"):
+        Synchronizer(nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)), link=link)
+    with pytest.raises(ValueError, match=r"'weight' is torch.complex64"):
+        Synchronizer(nn.Linear(2, 2, dtype=torch.complex64), link=link)
+
+
+def test_without_a_process_group_the_way_to_one_is_shown() -> None:
+    with pytest.raises(RuntimeError, match="torchrun.*init_process_group"):
+        Synchronizer(nn.Linear(2, 2))
