@@ -1,0 +1,5 @@
+"""python -m thinwire"""
+
+from thinwire.cli import app
+
+app()
