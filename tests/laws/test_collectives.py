@@ -70,7 +70,8 @@ def test_prices_are_the_papers_closed_forms_where_pieces_are_equal(world_size: i
         ALL_REDUCES["direct"]: 2 * alpha + 2 * (N - 1) / N * M,
         BROADCASTS["tree"]: log * (alpha + M),
         ALL_GATHERS["ring"]: (N - 1) * alpha + (N - 1) / N * M,
-        ALL_GATHERS["doubling"]: log * alpha + (N - 1) / N * M,
+        ALL_GATHERS["tree"]: 2 * log * alpha + ((N - 1) / N + log) * M,
+        ALL_GATHERS["halving"]: log * alpha + (N - 1) / N * M,
         ALL_GATHERS["direct"]: alpha + (N - 1) / N * M,
     }
     for collective, form in forms.items():

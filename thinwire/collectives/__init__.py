@@ -6,7 +6,7 @@ from thinwire.collectives.base import Collective, Leg, seconds, sent_bytes
 from thinwire.collectives.direct import DirectAllGather, DirectAllReduce, ScatterBroadcast
 from thinwire.collectives.halving import DoublingAllGather, HalvingAllReduce
 from thinwire.collectives.ring import RingAllGather, RingAllReduce
-from thinwire.collectives.tree import TreeAllReduce, TreeBroadcast
+from thinwire.collectives.tree import TreeAllGather, TreeAllReduce, TreeBroadcast
 
 ALL_REDUCES: dict[str, Collective] = {
     "ring": RingAllReduce(),
@@ -16,7 +16,8 @@ ALL_REDUCES: dict[str, Collective] = {
 }
 ALL_GATHERS: dict[str, Collective] = {
     "ring": RingAllGather(),
-    "doubling": DoublingAllGather(),
+    "tree": TreeAllGather(),
+    "halving": DoublingAllGather(),
     "direct": DirectAllGather(),
 }
 BROADCASTS: dict[str, Collective] = {"tree": TreeBroadcast(), "scatter": ScatterBroadcast()}

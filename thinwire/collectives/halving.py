@@ -11,8 +11,8 @@ class HalvingAllReduce(Collective):
     """Halve the tensor with a partner until one piece is left, then double it back.
 
     2 log2 N alpha + 2 (N-1)/N M beta when N is a power of two. Otherwise the N - P ranks beyond the largest power of
-    two P first give their tensor to a partner and get the sum back at the end: two more whole messages. Reference:
-    Thakur, Rabenseifner & Gropp 2005, section 4.4.
+    two P first give their tensor to a partner and get the sum back at the end: two more whole messages.
+    Reference: Thakur, Rabenseifner & Gropp 2005.
     """
 
     name = "halving all-reduce"
@@ -50,10 +50,12 @@ def _halve_and_double(rank: int, power: int, numel: int) -> Iterator[Round]:
 
 
 class DoublingAllGather(Collective):
-    """What a rank holds doubles in every round: log2 N alpha + (N-1) m beta for pieces of m bytes.
+    """The second half of halving: what a rank holds doubles in every round.
+
+    log2 N alpha + (N-1) m beta for pieces of m bytes.
 
     With N a power of two partners swap (recursive doubling); otherwise each rank hands its run of pieces to the left
-    (Bruck), ceil(log2 N) alpha. Reference: Thakur, Rabenseifner & Gropp 2005, section 4.1; Tyagi & Swany 2023,
+    (Bruck), ceil(log2 N) alpha. Reference: Thakur, Rabenseifner & Gropp 2005; Tyagi & Swany 2023,
     Allgather.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.base import Collective, Round
 from thinwire.collectives.ring import RingAllReduce
-from thinwire.link.base import Link
+from thinwire.link.base import LOOK_UP_SECONDS, Link
 
 
 class TorchAllReduce(Collective):
@@ -27,7 +28,12 @@ class TorchAllReduce(Collective):
     def run(self, link: Link, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         if link.group is None:
             raise ValueError(f"{type(link).__name__} has no process group for torch's own all_reduce to run on.")
-        dist.all_reduce(tensor, group=link.group)
+        work = dist.all_reduce(tensor, group=link.group, async_op=True)
+        done = threading.Event()  # waiting for it lets Ctrl-C through, waiting for the work does not
+        work.get_future().add_done_callback(lambda _: done.set())
+        while not done.wait(LOOK_UP_SECONDS):
+            pass  # how long is the process group's business: it has a timeout of its own
+        work.wait()
         self.count(link, tensor)
         return tensor
 

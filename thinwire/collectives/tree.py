@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thinwire.collectives.base import Collective, Piece, Round
+from thinwire.collectives.base import Collective, Piece, Round, split
 
 
 class TreeBroadcast(Collective):
@@ -50,3 +50,29 @@ class TreeAllReduce(Collective):
     def rounds(self, rank: int, world_size: int, numel: int, root: int = 0) -> Iterator[Round]:
         yield from TreeReduce().rounds(rank, world_size, numel)
         yield from TreeBroadcast().rounds(rank, world_size, numel)
+
+
+class TreeAllGather(Collective):
+    """Every subtree's pieces go up to rank 0 in one message, and all of them come down: few latencies, many bytes.
+
+    2 log2 N alpha + (N-1 + N log2 N) m beta for pieces of m bytes, when N is a power of two.
+    """
+
+    name = "tree all-gather"
+
+    def rounds(self, rank: int, world_size: int, numel: int, root: int = 0) -> Iterator[Round]:
+        pieces = split(numel, world_size)
+        held = 1  # this rank holds the pieces rank, ..., rank + held - 1
+        while held < world_size:
+            if rank % (2 * held):
+                yield Round(sends=(Piece(rank - held, *_run(pieces, rank, held)),))
+                break
+            if rank + held < world_size:
+                yield Round(receives=(Piece(rank + held, *_run(pieces, rank + held, held)),))
+            held *= 2
+        yield from TreeBroadcast().rounds(rank, world_size, numel)
+
+
+def _run(pieces: list[tuple[int, int]], first: int, count: int) -> tuple[int, int]:
+    """The elements of up to `count` neighbouring pieces."""
+    return pieces[first][0], pieces[min(first + count, len(pieces)) - 1][1]

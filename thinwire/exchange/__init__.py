@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from thinwire.collectives import ALL_GATHERS, ALL_REDUCES, BROADCASTS, Collective
 from thinwire.collectives.native import TorchAllReduce
+from thinwire.compress.base import Selector
 from thinwire.compress.coding import VALUE_DTYPES
 from thinwire.compress.topk import LayerwiseTopK, ThresholdTopK, TopK
 from thinwire.exchange.ar_topk import StarTopk, VarTopk
@@ -17,30 +19,37 @@ __all__ = ["NAMES", "NUMBERS", "TOLD", "Exchange", "build", "collectives_of", "c
 
 _ALL_REDUCES: dict[str, Collective] = {**ALL_REDUCES, "torch": TorchAllReduce()}
 
-# name: the collectives it can run over, its default first, and how it is made of one
-_Maker = Callable[[Plan, tuple[int, ...]], Exchange]
-_EXCHANGES: dict[str, tuple[dict[str, Collective], str, _Maker]] = {
-    "dense": (_ALL_REDUCES, "torch", lambda plan, _: Dense(_ALL_REDUCES[plan.collective], plan.collective == "torch")),
-    "topk-allgather": (ALL_GATHERS, "direct", lambda plan, _: _gathered(plan, TopK())),
-    "layerwise-topk": (ALL_GATHERS, "direct", lambda plan, sizes: _gathered(plan, LayerwiseTopK(sizes))),
-    "ms-topk": (ALL_GATHERS, "direct", lambda plan, _: _gathered(plan, ThresholdTopK())),
-    "star-topk": (
-        ALL_REDUCES,
-        "ring",
-        lambda plan, _: StarTopk(ALL_REDUCES[plan.collective], BROADCASTS[plan.broadcast]),
-    ),
-    "var-topk": (
-        ALL_REDUCES,
-        "ring",
-        lambda plan, _: VarTopk(ALL_REDUCES[plan.collective], BROADCASTS[plan.broadcast]),
-    ),
+
+class _Kind(NamedTuple):
+    """What an exchange can run over, over what by default, and how it is made for a plan and layers of some sizes."""
+
+    collectives: dict[str, Collective]
+    default: str
+    make: Callable[[Collective, Plan, tuple[int, ...]], Exchange]
+
+
+def _gathered(selector: Callable[[tuple[int, ...]], Selector]) -> _Kind:
+    return _Kind(
+        ALL_GATHERS,
+        "direct",
+        lambda over, plan, sizes: Gathered(plan.exchange, selector(sizes), over, plan.values),
+    )
+
+
+_KINDS = {
+    "dense": _Kind(_ALL_REDUCES, "torch", lambda over, *_: Dense(over, bucketwise=isinstance(over, TorchAllReduce))),
+    "topk-allgather": _gathered(lambda sizes: TopK()),
+    "layerwise-topk": _gathered(LayerwiseTopK),
+    "ms-topk": _gathered(lambda sizes: ThresholdTopK()),
+    "star-topk": _Kind(_ALL_REDUCES, "ring", lambda over, plan, _: StarTopk(over, BROADCASTS[plan.broadcast])),
+    "var-topk": _Kind(_ALL_REDUCES, "ring", lambda over, plan, _: VarTopk(over, BROADCASTS[plan.broadcast])),
 }
-NAMES = tuple(_EXCHANGES)
+NAMES = tuple(_KINDS)
 
 
 def collectives_of(exchange: str) -> tuple[str, ...]:
     """The names of the collectives that an exchange can run over."""
-    return tuple(_EXCHANGES[exchange][0])
+    return tuple(_KINDS[exchange].collectives)
 
 
 def complete(
@@ -56,8 +65,8 @@ def complete(
     star-topk over ring at 0.01 (100x)
     """
     _known("exchange", exchange, NAMES)
-    collectives, default, _ = _EXCHANGES[exchange]
-    collective = collective or default
+    collectives = _KINDS[exchange].collectives
+    collective = collective or _KINDS[exchange].default
     _known(f"collective for {exchange}", collective, tuple(collectives))
     _known("broadcast", broadcast, tuple(BROADCASTS))
     _known("values", values, tuple(VALUE_DTYPES))
@@ -73,11 +82,8 @@ def complete(
 
 def build(plan: Plan, sizes: tuple[int, ...]) -> Exchange:
     """The exchange that a plan names, for a gradient made of layers of these sizes."""
-    return _EXCHANGES[plan.exchange][2](plan, sizes)
-
-
-def _gathered(plan: Plan, selector: TopK | LayerwiseTopK | ThresholdTopK) -> Exchange:
-    return Gathered(plan.exchange, selector, ALL_GATHERS[plan.collective], plan.values)
+    kind = _KINDS[plan.exchange]
+    return kind.make(kind.collectives[plan.collective], plan, sizes)
 
 
 def _known(what: str, name: str, names: tuple[str, ...]) -> None:

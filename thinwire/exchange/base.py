@@ -37,8 +37,8 @@ class Exchange(ABC):
         """Exchange this rank's gradient for the mean of all.
 
         Args:
-            fed: the error-fed gradient. What this rank sends is taken out of it: average(x before) = mean + average(x
-                after).
+            fed: the error-fed gradient. What this rank sends is taken out of it, so that over all ranks
+                average(x before) = mean + average(x after).
             ratio: the share of entries to send, in (0, 1].
             step: the same on every rank; it turns what turns with the steps.
             numbers: `NUMBERS` numbers that come back summed over all ranks, in `told` behind the energy sent.

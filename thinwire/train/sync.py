@@ -37,11 +37,11 @@ class Synchronizer:
             optimizer.step()
 
     Args:
-        model: its parameters and buffers become rank 0's at the start, as under DDP. Buffers are not synchronised
-        after. exchange: dense, topk-allgather, layerwise-topk, ms-topk, star-topk or var-topk. ratio: the share of
-        entries to send, in (0, 1]: 0.01 is 1 %, "100x". collective: ring, tree, halving, direct or torch (its own
-        all_reduce) where gradients are reduced; ring, doubling or
-            direct where they are gathered. Each exchange has a default.
+        model: its parameters and buffers become rank 0's at the start, as under DDP; buffers are left alone after that.
+        exchange: dense, topk-allgather, layerwise-topk, ms-topk, star-topk or var-topk.
+        ratio: the share of entries to send, in (0, 1]: 0.01 is 1 %, "100x".
+        collective: ring, tree, halving or direct; where gradients are reduced also torch, its own all_reduce. Each
+            exchange has a default.
         broadcast: how star-topk and var-topk spread indices: tree, or scatter (fewer bytes, more messages).
         values: float32, or float16 for half the bytes of a gathered value; what rounding loses is kept in the error.
         link: tcp (our own connections), process (torch.distributed's), or a `Link`.
