@@ -34,7 +34,7 @@ lint: install
 	$(BIN)/mypy --strict thinwire
 
 bench: install
-	$(BIN)/thinwire bench
+	$(BIN)/python benchmarks/run.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

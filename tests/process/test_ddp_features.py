@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -315,6 +319,37 @@ def test_ranks_with_different_plans_are_told_so_by_rank_and_field() -> None:
         assert f"topk-allgather over direct at {('0.05', '0.1')[outcome.rank]}" in outcome.message or (
             outcome.error == "RemoteError"
         )
+
+
+def _interrupted(rank: int, link: str, collective: str) -> float:
+    model = DDP(make("mlp"))
+    comm = thinwire.attach(model, exchange="star-topk", collective=collective, link=link, timeout=50)
+    store = torch.distributed.group.WORLD.get_group_store()
+    if rank == 1:
+        store.get("rank 0 has seen its Ctrl-C")
+        os.kill(os.getpid(), signal.SIGKILL)  # a clean farewell would wait for what rank 0 has begun
+    pressed = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.5, press).start()  # by then backward() waits for rank 1, which never comes
+    try:
+        loss_of(model, rank, 0).backward()
+    except KeyboardInterrupt:
+        took = time.monotonic() - pressed[0]
+        store.set("rank 0 has seen its Ctrl-C", "")
+        return took
+    comm.close()
+    return float("inf")
+
+
+@pytest.mark.parametrize(("link", "collective"), [("tcp", "ring"), ("process", "ring"), ("tcp", "torch")])
+def test_ctrl_c_ends_a_backward_that_waits_for_a_peer_within_a_second(link: str, collective: str) -> None:
+    first, second = outcomes(_interrupted, 2, link=link, collective=collective)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.value is not None and first.value < 1.0, first
 
 
 def _one_fails(rank: int) -> None:

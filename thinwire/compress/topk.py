@@ -13,8 +13,10 @@ from thinwire.types import Sparse
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SAMPLE = 1 << 16
+_FEW = 1 << 12  # not worth a sample
 _MANY = 1 << 18
+_SAMPLE = 1 << 16
+_STRIDE = 16  # no two of a sample from one cache line
 
 
 class TopK(Selector):
@@ -100,10 +102,10 @@ def take_largest(x: torch.Tensor, k: int, shortlist: Shortlist | None = None) ->
         return take_out(x, torch.arange(k, dtype=torch.int32, device=x.device))
     if not has_kernels(x):
         return _take_largest_by_torch(x, k)
-    seen = shortlist if shortlist is not None and shortlist.holds(k) else _shortlist_by_sample(x, k)
+    seen = shortlist if shortlist is not None and shortlist.holds(k) else _shortlist(x, k)
     if seen.holds(k):
         indices, values = seen.indices[: seen.count], seen.values[: seen.count]
-    else:  # many equal entries, or a sample that misled: look at all of them
+    else:  # few entries, or many equal ones, or a sample that misled: look at all of them
         indices, values = np.arange(x.numel(), dtype=np.int32), x.numpy()
     smallest, ties = _kth_largest(values, k)
     taken = (shortlist or seen).output(k)
@@ -113,11 +115,13 @@ def take_largest(x: torch.Tensor, k: int, shortlist: Shortlist | None = None) ->
     return Sparse(taken.indices[:k], taken.values[:k])
 
 
-def _shortlist_by_sample(x: torch.Tensor, k: int) -> Shortlist:
+def _shortlist(x: torch.Tensor, k: int) -> Shortlist:
     """Note the entries from a threshold on that somewhat more than k will reach, going by a sample."""
-    threshold, _ = _around_kth(x.numpy(), k)
     shortlist = Shortlist(x.dtype)
+    if x.numel() <= _FEW:
+        return shortlist
     shortlist.reserve(k)
+    threshold, _ = _around_kth(x.numpy(), k)
     shortlist.count = kernels.note_large(x.numpy(), threshold, shortlist.indices, shortlist.values)
     return shortlist
 
@@ -138,7 +142,7 @@ def _kth_largest(values: Array, k: int) -> tuple[np.floating[Any], int]:
 
 def _around_kth(values: Array, k: int) -> tuple[np.floating[Any], np.floating[Any]]:
     """Two magnitudes between which the k-th largest almost surely lies, from a sample: four deviations away."""
-    sample = np.abs(values[:: max(1, len(values) // _SAMPLE)])
+    sample = np.abs(values[:: max(_STRIDE, len(values) // _SAMPLE)])
     expected = k / len(values) * len(sample)
     spread = 4 * expected**0.5 + 4
     ranks = [min(max(int(expected + way * spread), 0), len(sample) - 1) for way in (1, -1)]

@@ -47,7 +47,7 @@ class ARTopk(Exchange):
         values = torch.cat((sent.values, told))
         self.all_reduce.run(link, values)
         mean = out[: fed.x.numel()].zero_()
-        mean.index_copy_(0, sent.indices.long(), values[:-TOLD].mul_(1 / link.world_size))
+        add_entries(mean, Sparse(sent.indices, values[:-TOLD]), 1 / link.world_size)
         return Exchanged(mean=mean, told=values[-TOLD:], compress_seconds=compress_seconds)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:

@@ -1,0 +1,35 @@
+"""Run the benchmarks and keep what each prints last, a JSON line, in a file that says how it came about."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+COMMANDS = {
+    **{
+        f"compress-{ratio}": f"bench compress --numel 25557032 --ratio {ratio} --threads 1 --json"
+        for ratio in (0.1, 0.01, 0.001)
+    },
+    "link": "bench link --json",
+}
+
+
+def main() -> None:
+    RESULTS.mkdir(exist_ok=True)
+    for name, command in COMMANDS.items():
+        print(f"thinwire {command}", flush=True)
+        output = subprocess.run(
+            [sys.executable, "-m", "thinwire", *command.split()], check=True, text=True, stdout=subprocess.PIPE
+        ).stdout
+        print(output, flush=True)
+        figures = json.loads(output.strip().splitlines()[-1])
+        result = {"command": f"thinwire {command}", "date": f"{datetime.date.today()}", **figures}
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
