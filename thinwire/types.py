@@ -38,8 +38,14 @@ class Plan:
     values: str = "float32"
 
     def __str__(self) -> str:
-        share = "" if self.exchange == "dense" else f" at {self.ratio:.3g} ({1 / self.ratio:.3g}x)"
-        return f"{self.exchange} over {self.collective}{share}"
+        """In words, and in full: frames carry it, and two plans that differ must not read alike."""
+        parts = [f"{self.exchange} over {self.collective}"]
+        if self.broadcast != "tree":
+            parts.append(f"{self.broadcast} broadcast")
+        if self.values != "float32":
+            parts.append(f"{self.values} values")
+        share = "" if self.exchange == "dense" else f" at {self.ratio!r} ({1 / self.ratio:.3g}x)"
+        return ", ".join(parts) + share
 
 
 class Sparse(NamedTuple):
@@ -49,17 +55,33 @@ class Sparse(NamedTuple):
     values: torch.Tensor
 
 
+class Told(NamedTuple):
+    """Numbers that ride along with every exchange: a rank's own going in, their sums over all ranks coming out.
+
+    Attributes:
+        energy_sent: the sum of squares of what is sent; the exchange fills it in.
+        energy: the sum of squares of what there was.
+        not_finite: 1 if some entry is not finite.
+        holding: 1 if some of the error is being held back.
+    """
+
+    energy_sent: float = 0.0
+    energy: float = 0.0
+    not_finite: float = 0.0
+    holding: float = 0.0
+
+
 class Exchanged(NamedTuple):
     """What an exchange gives back, besides what it left of this rank's gradient.
 
     Attributes:
         mean: with the same bits on every rank, one entry per entry of the gradient.
-        told: the sum over ranks of the numbers that rode along, the energy sent first.
-        compress_seconds: the time spent choosing and coding entries.
+        told: the sums over ranks of the numbers that rode along, with the same bits on every rank.
+        compress_seconds: the time spent choosing, coding and decoding entries, without any waiting.
     """
 
     mean: torch.Tensor
-    told: torch.Tensor
+    told: Told
     compress_seconds: float = 0.0
 
 
@@ -71,10 +93,11 @@ class StepRecord:
         step: the number of synchronised steps before this one.
         plan: what ran.
         seconds: from the gradient in hand to the mean in hand.
-        compress_seconds: the part of `seconds` spent choosing and coding entries.
+        compress_seconds: the part of `seconds` that this rank computed: adding the error, choosing, coding, decoding.
         sent_bytes: payload bytes this rank sent.
-        dense_bytes: what this rank would have sent for the whole gradient over the same kind of collective.
-        gain: energy sent over energy available, summed over all ranks, in (0, 1]; NaN for a skipped step.
+        dense_bytes: what this rank would have sent for the whole gradient, in its own types, by a ring all-reduce.
+        gain: energy sent over energy available, summed over all ranks, in [0, 1]; NaN for a skipped step, or where
+            energies are beyond the range of float32.
         skipped: some rank's gradient was not finite, so every rank's was made so and no error memory changed.
     """
 

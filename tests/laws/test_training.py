@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.laws.test_exchanges import WORLD_SIZES, _name, _plans
-from thinwire import Plan, Synchronizer
+from thinwire import Plan, PlanMismatch, Synchronizer
+from thinwire.exchange import NAMES
 from thinwire.link.thread import ThreadLink, ThreadWorld
 
 PLANS = _plans(0.1)
@@ -148,7 +149,7 @@ def test_the_record_of_a_step_says_what_was_sent_and_how_much_of_the_gradient_th
 
     for last, sent_bytes in ThreadWorld(4).run(program):
         assert last.gain == pytest.approx(9 / (9 + 99))
-        assert last.sent_bytes == sent_bytes == 3 * (24 + 8 + 8)  # numbers, one index, one value, each in whole words
+        assert last.sent_bytes == sent_bytes == 3 * (32 + 8 + 8)  # numbers, one index, one value, each in whole words
         assert last.dense_bytes == 2 * 3 * 400 // 4
         assert (last.step, last.skipped) == (0, False)
 
@@ -161,7 +162,13 @@ def test_the_record_of_a_step_says_what_was_sent_and_how_much_of_the_gradient_th
         ({"version": 0}, "this state has version 0, this run has 1"),
         ({"error": {}}, r"missing \['weight'\]"),
         ({"error": {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}}, r"unknown \['bias'\]"),
-        ({"error": {"weight": torch.zeros(3, 1)}}, r"shape \(3, 1\), not \(1, 3\)"),
+        ({"error": {"weight": torch.zeros(3, 1)}}, r"shape \(3, 1\), not shape \(1, 3\)"),
+        ({"error": {"weight": [[0.0, 0.0, 0.0]]}}, r"type list, not shape \(1, 3\)"),
+        ({"error": {"weight": torch.tensor([[0.0, torch.nan, 0.0]])}}, "not finite"),
+        ({"error": {"weight": torch.tensor([[1e300, 0.0, 0.0]], dtype=torch.float64)}}, "not finite"),
+        ({"error": None}, "no errors by parameter name"),
+        ({"step": None}, "not whole numbers"),
+        ({"skipped": -1}, "not whole numbers"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_whole(change: dict[str, Any], message: str) -> None:
@@ -192,6 +199,96 @@ def test_bad_models_are_refused_by_name() -> None:
         Synchronizer(nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)), link=link)
     with pytest.raises(ValueError, match=r"'weight' is torch.complex64"):
         Synchronizer(nn.Linear(2, 2, dtype=torch.complex64), link=link)
+
+
+def test_gradients_are_given_for_all_parameters_or_not_at_all() -> None:
+    sync = Synchronizer(nn.Linear(2, 1), "topk-allgather", ratio=0.5, link=ThreadWorld(1).links[0])
+    for names in (["weight"], ["weight", "bias", "nope"]):
+        with pytest.raises(ValueError, match="do not fit the model"):
+            sync.average({name: torch.zeros(1, 2) for name in names})
+    assert sync.step == 0
+
+
+def test_a_change_of_what_is_trainable_is_refused() -> None:
+    net = nn.Linear(2, 1)
+    sync = Synchronizer(net, link=ThreadWorld(1).links[0])
+    net.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="other parameters are trainable now"):
+        sync.average_gradients()
+
+
+def test_a_sparse_gradient_that_no_layer_announced_is_refused_by_name() -> None:
+    net = nn.Linear(2, 2, bias=False)
+    sync = Synchronizer(net, link=ThreadWorld(1).links[0])
+    with pytest.raises(ValueError, match="gradient of 'weight' is sparse"):
+        sync.average({"weight": torch.eye(2).to_sparse()})
+
+
+def test_a_scaler_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="scaler must be a GradScaler, got float"):
+        Synchronizer(nn.Linear(2, 2), link=ThreadWorld(1).links[0], scaler=1024.0)
+
+
+def test_ranks_that_do_not_fit_together_are_told_at_the_start_by_rank_and_by_what_differs() -> None:
+    def start_with(**differing: Any) -> None:
+        def program(link: ThreadLink) -> None:
+            chosen = {name: values[link.rank] for name, values in differing.items()}
+            net = nn.Linear(chosen.pop("width", 4), 2)
+            Synchronizer(net, "topk-allgather", link=link, **chosen)
+
+        ThreadWorld(2).run(program)
+
+    for what, differing in {
+        "plan": {"ratio": (0.0019999, 0.0020001)},
+        "model": {"width": (4, 5)},
+        "options": {"low_pass": (1.0, 0.5)},
+    }.items():
+        with pytest.raises(PlanMismatch, match=f"rank . has another {what} than rank ."):
+            start_with(**differing)
+
+
+def test_large_gradients_have_a_finite_mean() -> None:
+    def program(link: ThreadLink) -> torch.Tensor:
+        net = nn.Linear(4, 1, bias=False)
+        sync = Synchronizer(net, name, ratio=None if name == "dense" else 1.0, collective="ring", link=link)
+        net.weight.grad = torch.full((1, 4), 2e38)
+        sync.average_gradients()
+        assert sync.last is not None and not sync.last.skipped
+        return net.weight.grad
+
+    for name in NAMES:
+        for grad in ThreadWorld(4).run(program):
+            torch.testing.assert_close(grad, torch.full((1, 4), 2e38)), name
+
+
+def test_what_a_half_precision_gradient_cannot_hold_stays_in_the_error() -> None:
+    def program(link: ThreadLink) -> list[float]:
+        net = nn.Linear(2, 1, bias=False).half()
+        sync = Synchronizer(net, "topk-allgather", ratio=1.0, link=link)
+        seen = []
+        for value in (60000.0, 60000.0, 0.0):
+            net.weight.grad = torch.full((1, 2), value, dtype=torch.float16)
+            if value == 60000.0 and not seen:
+                sync.memory.put_back(slice(0, 2), torch.full((2,), 60000.0))
+            sync.average_gradients()
+            seen.append(float(net.weight.grad[0, 0]))
+        return seen
+
+    assert ThreadWorld(2).run(program)[0] == [65504.0, 65504.0, 180000.0 - 2 * 65504.0]
+
+
+def test_a_gain_is_never_above_one() -> None:
+    def program(link: ThreadLink) -> float:
+        net = nn.Linear(1000, 7)
+        sync = Synchronizer(net, "star-topk", ratio=1.0, link=link)
+        generator = torch.Generator().manual_seed(link.rank)
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        sync.average_gradients()
+        assert sync.last is not None
+        return sync.last.gain
+
+    assert all(0.999 < gain <= 1.0 for gain in ThreadWorld(3).run(program))
 
 
 def test_without_a_process_group_the_way_to_one_is_shown() -> None:

@@ -247,6 +247,16 @@ def test_everything_works_without_numba(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(total, torch.zeros(1000).index_copy(0, expected.indices.long(), 0.5 * expected.values))
 
 
+def test_entries_are_added_with_the_same_bits_on_every_kind_of_processor() -> None:
+    generator = torch.Generator().manual_seed(0)
+    entries = Sparse(torch.arange(10_000, dtype=torch.int32), torch.randn(10_000, generator=generator))
+    fast, plain = torch.randn(10_000, generator=generator), torch.empty(10_000)
+    plain.copy_(fast)
+    base.add_entries(fast, entries, 1 / 3)
+    plain += entries.values * torch.tensor(1 / 3)  # rounded after the product and after the sum
+    assert torch.equal(fast, plain)
+
+
 def test_ratio_in_float16_keeps_the_rest_in_the_error() -> None:
     code = Coding(4, 2, torch.float32, "float16")
     values = torch.tensor([1e6, 0.1])

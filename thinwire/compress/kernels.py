@@ -19,8 +19,10 @@ from numba.extending import intrinsic
 BLOCK = 64
 _U = np.uint64
 
-# Sums may be reordered so that they become vector instructions; NaN and infinity keep their meaning.
-_compiled = njit(
+# Only a sum that stays on this rank may be reordered into vector instructions, or fused with a product: what every
+# rank computes for itself must come out the same on every processor.
+_compiled = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+_compiled_local = njit(
     cache=True, nogil=True, boundscheck=False, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
 )
 
@@ -65,7 +67,7 @@ def _count_bits(typing_context: Any, word: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-@_compiled
+@_compiled_local
 def compensate(error, grad, scale, x, offset, threshold, indices, values, count):
     """x = error + scale * grad; return the sum of x^2 and how many entries have been noted by now.
 

@@ -11,11 +11,11 @@ from thinwire.compress.base import Selector
 from thinwire.compress.coding import VALUE_DTYPES
 from thinwire.compress.topk import LayerwiseTopK, ThresholdTopK, TopK
 from thinwire.exchange.ar_topk import StarTopk, VarTopk
-from thinwire.exchange.base import NUMBERS, TOLD, Dense, Exchange
+from thinwire.exchange.base import TOLD, Dense, Exchange, Stopwatch
 from thinwire.exchange.gathered import Gathered
 from thinwire.types import Plan
 
-__all__ = ["NAMES", "NUMBERS", "TOLD", "Exchange", "build", "collectives_of", "complete"]
+__all__ = ["NAMES", "TOLD", "Exchange", "Stopwatch", "build", "collectives_of", "complete"]
 
 _ALL_REDUCES: dict[str, Collective] = {**ALL_REDUCES, "torch": TorchAllReduce()}
 

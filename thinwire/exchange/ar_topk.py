@@ -5,7 +5,6 @@ Reference: Tyagi & Swany 2023, Algorithm 1. STAR's rule is also CLT-k of ScaleCo
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 
 import torch
@@ -14,16 +13,16 @@ from thinwire.collectives import ALL_GATHERS, Collective, Leg
 from thinwire.compress.base import Compensated, Selector, add_entries, take_entries, take_out
 from thinwire.compress.coding import Coding
 from thinwire.compress.topk import TopK
-from thinwire.exchange.base import TOLD, Exchange
+from thinwire.exchange.base import TOLD, Exchange, Stopwatch
 from thinwire.link.base import Link
-from thinwire.types import Exchanged, Sparse
+from thinwire.types import Exchanged, Sparse, Told
 
 
 class ARTopk(Exchange):
     """Algorithm 1, whoever leads.
 
     The paper sends 8-byte indices; ours cost what their coding costs. Its values are averaged, as Eq. (1a) and the
-    published code do, where Algorithm 1 leaves it open.
+    published code do, where Algorithm 1 leaves it open; steps count from 0 where the paper's i counts from 1.
     """
 
     def __init__(self, all_reduce: Collective, broadcast: Collective) -> None:
@@ -31,24 +30,24 @@ class ARTopk(Exchange):
         self.all_reduce = all_reduce
         self.broadcast = broadcast
 
-    def run(
-        self, link: Link, fed: Compensated, ratio: float, step: int, numbers: tuple[float, ...], out: torch.Tensor
-    ) -> Exchanged:
+    def run(self, link: Link, fed: Compensated, ratio: float, step: int, told: Told, out: torch.Tensor) -> Exchanged:
         coding = Coding(fed.x.numel(), self.selector.count(fed.x.numel(), ratio), fed.x.dtype)
-        start = time.perf_counter()
-        leader, taken = self._lead(link, fed, ratio, step)
         code = torch.empty(coding.index_bytes, dtype=torch.uint8, device=fed.x.device)
+        watch = Stopwatch()
+        leader, taken = self._lead(link, fed, ratio, step, watch)
         if link.rank == leader:
-            coding.encode_indices(taken.indices, code)
-        compress_seconds = time.perf_counter() - start
+            with watch:
+                coding.encode_indices(taken.indices, code)
         self.broadcast.run(link, code, root=leader)
-        sent = taken if link.rank == leader else take_out(fed.x, coding.decode_indices(code))
-        told = sent.values.new_tensor((float(sent.values.square().sum()), *numbers))
-        values = torch.cat((sent.values, told))
+        with watch:
+            sent = taken if link.rank == leader else take_out(fed.x, coding.decode_indices(code))
+            told = told._replace(energy_sent=float(sent.values.double().square().sum()))
+            values = torch.cat((sent.values * (1 / link.world_size), sent.values.new_tensor(told)))
         self.all_reduce.run(link, values)
-        mean = out[: fed.x.numel()].zero_()
-        add_entries(mean, Sparse(sent.indices, values[:-TOLD]), 1 / link.world_size)
-        return Exchanged(mean=mean, told=values[-TOLD:], compress_seconds=compress_seconds)
+        with watch:
+            mean = out[: fed.x.numel()].zero_()
+            add_entries(mean, Sparse(sent.indices, values[:-TOLD]), 1.0)
+        return Exchanged(mean, Told(*values[-TOLD:].tolist()), watch.seconds)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
         dtype = torch.float64 if itemsize == 8 else torch.float32
@@ -59,7 +58,7 @@ class ARTopk(Exchange):
         ]
 
     @abstractmethod
-    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int) -> tuple[int, Sparse]:
+    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int, watch: Stopwatch) -> tuple[int, Sparse]:
         """Who leads this step, and, on that rank, the entries that it has taken."""
 
 
@@ -68,10 +67,11 @@ class StarTopk(ARTopk):
 
     name = "star-topk"
 
-    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int) -> tuple[int, Sparse]:
+    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int, watch: Stopwatch) -> tuple[int, Sparse]:
         leader = step % link.world_size
         if link.rank == leader:
-            return leader, take_entries(self.selector, fed, ratio, step)
+            with watch:
+                return leader, take_entries(self.selector, fed, ratio, step)
         return leader, Sparse(fed.x[:0], fed.x[:0])
 
 
@@ -85,14 +85,16 @@ class VarTopk(ARTopk):
     name = "var-topk"
     _all_gather = ALL_GATHERS["direct"]
 
-    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int) -> tuple[int, Sparse]:
-        taken = take_entries(self.selector, fed, ratio, step)
+    def _lead(self, link: Link, fed: Compensated, ratio: float, step: int, watch: Stopwatch) -> tuple[int, Sparse]:
         variances = torch.zeros(link.world_size)
-        variances[link.rank] = taken.values.square().sum()
+        with watch:
+            taken = take_entries(self.selector, fed, ratio, step)
+            variances[link.rank] = taken.values.square().sum()
         self._all_gather.run(link, variances)
         leader = int(variances.argmax())
         if link.rank != leader:
-            add_entries(fed.x, taken, 1.0)
+            with watch:
+                add_entries(fed.x, taken, 1.0)
         return leader, taken
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:

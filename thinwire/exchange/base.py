@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 
 import torch
@@ -9,11 +10,22 @@ import torch
 from thinwire.collectives import Collective, Leg, seconds, sent_bytes
 from thinwire.compress.base import Compensated
 from thinwire.link.base import Link
-from thinwire.types import Exchanged, Network
+from thinwire.types import Exchanged, Network, Told
 
-# Besides the energy it sent, a rank may tell the others this many numbers of its own with every exchange.
-NUMBERS = 2
-TOLD = 1 + NUMBERS
+TOLD = len(Told._fields)
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside `with`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
 
 
 class Exchange(ABC):
@@ -31,9 +43,7 @@ class Exchange(ABC):
     bucketwise = False
 
     @abstractmethod
-    def run(
-        self, link: Link, fed: Compensated, ratio: float, step: int, numbers: tuple[float, ...], out: torch.Tensor
-    ) -> Exchanged:
+    def run(self, link: Link, fed: Compensated, ratio: float, step: int, told: Told, out: torch.Tensor) -> Exchanged:
         """Exchange this rank's gradient for the mean of all.
 
         Args:
@@ -41,7 +51,7 @@ class Exchange(ABC):
                 average(x before) = mean + average(x after).
             ratio: the share of entries to send, in (0, 1].
             step: the same on every rank; it turns what turns with the steps.
-            numbers: `NUMBERS` numbers that come back summed over all ranks, in `told` behind the energy sent.
+            told: this rank's numbers, to be told to all.
             out: where the mean goes: `TOLD` entries longer than the gradient, so that numbers can ride at its end.
         """
 
@@ -70,16 +80,15 @@ class Dense(Exchange):
         self.all_reduce = all_reduce
         self.bucketwise = bucketwise
 
-    def run(
-        self, link: Link, fed: Compensated, ratio: float, step: int, numbers: tuple[float, ...], out: torch.Tensor
-    ) -> Exchanged:
-        numel = fed.x.numel()
-        out[:numel] = fed.x
-        fed.x.zero_()
-        out[numel:] = out.new_tensor((fed.energy, *numbers))
+    def run(self, link: Link, fed: Compensated, ratio: float, step: int, told: Told, out: torch.Tensor) -> Exchanged:
+        numel, watch = fed.x.numel(), Stopwatch()
+        with watch:
+            # Divided before it is added up, as DDP does: the mean of large numbers is finite where their sum is not.
+            torch.mul(fed.x, 1 / link.world_size, out=out[:numel])
+            fed.x.zero_()
+            out[numel:] = out.new_tensor(told._replace(energy_sent=told.energy))
         self.all_reduce.run(link, out)
-        mean = out[:numel].mul_(1 / link.world_size)
-        return Exchanged(mean=mean, told=out[numel:].clone())
+        return Exchanged(out[:numel], Told(*out[numel:].tolist()), watch.seconds)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
-        return [Leg(self.all_reduce, numel + TOLD, itemsize)]
+        return [Leg(self.all_reduce, numel if self.bucketwise else numel + TOLD, itemsize)]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from thinwire.collectives import Collective, Leg
 from thinwire.compress.base import Compensated, Selector, add_entries, take_entries
 from thinwire.compress.coding import Coding
-from thinwire.exchange.base import TOLD, Exchange
+from thinwire.exchange.base import TOLD, Exchange, Stopwatch
 from thinwire.link.base import Link
-from thinwire.types import Exchanged, Sparse
+from thinwire.types import Exchanged, Sparse, Told
 
 _TOLD_BYTES = 8 * TOLD  # float64
 
@@ -29,23 +27,21 @@ class Gathered(Exchange):
         self.all_gather = all_gather
         self.values = values
 
-    def run(
-        self, link: Link, fed: Compensated, ratio: float, step: int, numbers: tuple[float, ...], out: torch.Tensor
-    ) -> Exchanged:
-        coding = self._coding(fed.x.numel(), fed.x.dtype, ratio)
-        start = time.perf_counter()
-        sent = self._take(fed, ratio, step, coding)
+    def run(self, link: Link, fed: Compensated, ratio: float, step: int, told: Told, out: torch.Tensor) -> Exchanged:
+        coding, watch = self._coding(fed.x.numel(), fed.x.dtype, ratio), Stopwatch()
         messages = torch.empty(link.world_size, _TOLD_BYTES + coding.nbytes, dtype=torch.uint8, device=fed.x.device)
-        told = torch.tensor((float(sent.values.square().sum()), *numbers), dtype=torch.float64)
-        messages[link.rank, :_TOLD_BYTES].view(torch.float64).copy_(told)
-        coding.encode(sent, messages[link.rank, _TOLD_BYTES:])
-        compress_seconds = time.perf_counter() - start
+        with watch:
+            sent = self._take(fed, ratio, step, coding)
+            told = told._replace(energy_sent=float(sent.values.double().square().sum()))
+            messages[link.rank, :_TOLD_BYTES].view(torch.float64).copy_(torch.tensor(told, dtype=torch.float64))
+            coding.encode(sent, messages[link.rank, _TOLD_BYTES:])
         self.all_gather.run(link, messages.view(-1))
-        mean = out[: fed.x.numel()].zero_()
-        for message in messages:  # in the order of ranks, so that every rank adds up the same bits
-            add_entries(mean, coding.decode(message[_TOLD_BYTES:]), 1 / link.world_size)
-        told = messages[:, :_TOLD_BYTES].contiguous().view(torch.float64).sum(0)
-        return Exchanged(mean=mean, told=told, compress_seconds=compress_seconds)
+        with watch:
+            mean = out[: fed.x.numel()].zero_()
+            for message in messages:  # in the order of ranks, so that every rank adds up the same bits
+                add_entries(mean, coding.decode(message[_TOLD_BYTES:]), 1 / link.world_size)
+            everyones = messages[:, :_TOLD_BYTES].contiguous().view(torch.float64).tolist()
+        return Exchanged(mean, Told(*map(sum, zip(*everyones, strict=True))), watch.seconds)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
         dtype = torch.float64 if itemsize == 8 else torch.float32

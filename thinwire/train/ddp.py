@@ -6,6 +6,7 @@ in the thread that called it. Nothing is ever sent from a future's callback.
 """
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.native import TorchAllReduce
 from thinwire.link.base import Link
+from thinwire.train.layout import plain_name
 from thinwire.train.sync import Synchronizer
+
+_attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def attach(
@@ -44,8 +48,10 @@ def attach(
             f"attach needs a model wrapped in DistributedDataParallel, got {type(model).__name__}. "
             "For a loop without DDP use thinwire.Synchronizer."
         )
-    if hasattr(model, "_thinwire"):
+    if model in _attached:
         raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
+    if model._comm_hooks:
+        raise RuntimeError("this model has a communication hook already, and DDP takes only one. Wrap the module anew.")
     comm = Synchronizer(
         model.module,
         exchange,
@@ -58,10 +64,11 @@ def attach(
         low_pass=low_pass,
         scaler=scaler,
         group=model.process_group,
+        ignore=model.parameters_to_ignore,
         broadcast_parameters=False,
     )
     model.register_comm_hook(_Courier(comm, model), _hook)
-    model._thinwire = comm  # type: ignore[assignment]
+    _attached.add(model)
     return comm
 
 
@@ -74,12 +81,26 @@ class _Courier:
 
     def __init__(self, comm: Synchronizer, model: DistributedDataParallel) -> None:
         self._comm = comm
-        self._model = model
-        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        self._model = weakref.ref(model)  # DDP holds us where the garbage collector cannot see it
+        self._names = {id(p): plain_name(name) for name, p in model.module.named_parameters()}
+        self._strides = {id(p): p.stride() for p in model.module.parameters()}
         self._waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
         self._passing = _Passing(comm)
+        # DDP throws away what comes back for a parameter that no rank used, so its error must not be sent then.
+        self._may_hold = model.find_unused_parameters or model.static_graph
+        self._used: set[str] = set()
+        if self._may_hold:
+            for parameter in (p for p in model.module.parameters() if id(p) in self._names and p.requires_grad):
+                parameter.register_post_accumulate_grad_hook(self._mark_used)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model (an average of its weights, say) has no hook, and so no courier."""
+        return type(None), ()
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        model = self._model()
+        if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
+            raise ValueError("Join(divide_by_initial_world_size=False) is not supported; the default, True, is.")
         if bucket.buffer().is_sparse:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
@@ -95,16 +116,39 @@ class _Courier:
 
     def _exchange(self) -> None:
         grads = {
-            self._names[id(parameter)]: grad
+            self._names[id(parameter)]: self._view(parameter, grad)
             for bucket, _ in self._waiting
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
-        # DDP throws away what comes back for a parameter that no rank used, so its error must not be sent then.
-        hold = self._model.find_unused_parameters or self._model.static_graph
-        self._comm.average(grads, hold=hold)
+        self._comm.average(grads, hold=grads.keys() - self._used if self._may_hold else ())
+        self._used.clear()
         for bucket, future in self._waiting:
             future.set_result(bucket.buffer())
         self._waiting = []
+
+    def _view(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient entry by entry as the parameter has them: DDP lays channels-last ones out in that order."""
+        if parameter.stride() != self._strides[id(parameter)]:
+            raise RuntimeError(
+                f"parameter {self._names[id(parameter)]!r} has changed its memory format. Convert the model before it "
+                "is wrapped in DistributedDataParallel."
+            )
+        if parameter.is_contiguous() or not _is_dense(parameter):
+            return grad
+        return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset())
+
+    def _mark_used(self, parameter: torch.Tensor) -> None:
+        self._used.add(self._names[id(parameter)])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its entries fill one stretch of memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 class _Passing:

@@ -19,7 +19,7 @@ class Layout:
     @classmethod
     def of(cls, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Layout:
         """Lay out the trainable ones; refuse what cannot be exchanged, by name."""
-        parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        parameters = {plain_name(name): p for name, p in named_parameters if p.requires_grad}
         if not parameters:
             raise ValueError("the model has no trainable parameters, so there is no gradient to exchange.")
         for name, p in parameters.items():
@@ -38,6 +38,10 @@ class Layout:
             raise ValueError(f"the model has {end} trainable entries; indices are sent for fewer than 2^31.")
         return cls(parameters, slices)
 
+    def describe(self) -> str:
+        """The names, shapes and types: the same on two ranks whose gradients can be averaged."""
+        return "; ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items())
+
     @property
     def numel(self) -> int:
         return sum(self.sizes)
@@ -45,6 +49,11 @@ class Layout:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(p.numel() for p in self.parameters.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gradients in their own types."""
+        return sum(p.numel() * p.element_size() for p in self.parameters.values())
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +64,11 @@ class Layout:
         """What errors are kept in: half-precision gradients get single-precision errors."""
         wide = any(p.dtype == torch.float64 for p in self.parameters.values())
         return torch.float64 if wide else torch.float32
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name whether or not torch.compile has wrapped its module, so that states fit both."""
+    return name.replace("_orig_mod.", "")
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

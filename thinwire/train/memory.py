@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cached_property
 
 import torch
 
@@ -27,42 +28,53 @@ class ErrorMemory:
             raise ValueError(f"low_pass must be in (0, 1], got {low_pass=}. Plain error feedback is low_pass=1.0.")
         self._layout = layout
         self._low_pass = low_pass
-        self._error = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-        self._x = torch.zeros_like(self._error)
         self._shortlist = Shortlist(layout.dtype)
         self._held: list[slice] = []
-        self.empty = True  # the error is zero everywhere
+        self.empty = True  # here and on every other rank
 
-    def feed(self, grads: Mapping[str, torch.Tensor], scale: float = 1.0, hold: bool = False) -> Compensated:
-        """x = scale * gradient + error, for all parameters; one without a gradient counts as having a zero one.
+    @cached_property
+    def _error(self) -> torch.Tensor:
+        """Allocated when it is first needed: a dense exchange never does."""
+        return torch.zeros(self._layout.numel, dtype=self._layout.dtype, device=self._layout.device)
 
-        With `hold`, a parameter whose gradient is zero everywhere sends nothing and keeps its error for later: DDP
-        drops what comes back for a parameter that no rank used.
-        """
-        self._held = []
+    @cached_property
+    def _x(self) -> torch.Tensor:
+        return torch.zeros_like(self._error)
+
+    def feed(self, grads: Mapping[str, torch.Tensor], scale: float = 1.0, hold: Collection[str] = ()) -> Compensated:
+        """x = scale * gradient + error, for all parameters. Those in `hold` send nothing and keep their error."""
+        self._held = [where for name, where in self._layout.slices.items() if name in hold]
         self._shortlist.count = 0
         energy = 0.0
         for name, where in self._layout.slices.items():
             error, x = self._error[where], self._x[where]
-            grad = grads[name].detach().reshape(-1) if name in grads else torch.zeros_like(x)
-            if hold and not grad.any():
-                self._held.append(where)
+            if name in hold:
                 x.zero_()
             else:
-                energy += compensate(error, grad, scale, x, where.start, self._shortlist)
+                energy += compensate(error, grads[name].detach().reshape(-1), scale, x, where.start, self._shortlist)
         # A sum of squares overflows before its terms do; only then is it worth looking at every one of them.
         finite = math.isfinite(energy) or bool(torch.isfinite(self._x).all())
         return Compensated(x=self._x, energy=energy, finite=finite, shortlist=self._shortlist)
 
+    @property
+    def holding(self) -> bool:
+        """Whether the last `feed` held anything back."""
+        return bool(self._held)
+
     def commit(self, nothing_left: bool) -> None:
-        """The step happened: what the exchange left of x is the new error."""
+        """The step happened: what the exchange left of x is the new error, nothing if it says so for all ranks."""
         for where in self._held:
             self._x[where] = self._error[where]
         if self._low_pass == 1:
             self._error, self._x = self._x, self._error
         else:
             self._error.lerp_(self._x, self._low_pass)
-        self.empty = nothing_left and not self._held and self._low_pass == 1
+        self.empty = nothing_left and self._low_pass == 1
+
+    def put_back(self, where: slice, rest: torch.Tensor) -> None:
+        """Keep what could not be handed on after all."""
+        self._error[where] += rest
+        self.empty = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The error of every parameter by its name, in its shape."""
@@ -76,11 +88,18 @@ class ErrorMemory:
         missing, unknown = self._layout.slices.keys() - errors.keys(), errors.keys() - self._layout.slices.keys()
         if missing or unknown:
             raise ValueError(f"errors do not fit the model: missing {sorted(missing)}, unknown {sorted(unknown)}.")
-        for name, parameter in self._layout.parameters.items():
-            if errors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"error of {name!r} has shape {tuple(errors[name].shape)}, not {tuple(parameter.shape)}."
-                )
+        taken = {name: self._fitting(name, errors[name]) for name in self._layout.slices}
         for name, where in self._layout.slices.items():
-            self._error[where] = errors[name].reshape(-1)
-        self.empty = not self._error.any()
+            self._error[where] = taken[name]
+        # Even if it is zero here: the others load theirs, and all must go on the same way.
+        self.empty = False
+
+    def _fitting(self, name: str, error: object) -> torch.Tensor:
+        shape = self._layout.parameters[name].shape
+        if not isinstance(error, torch.Tensor) or error.shape != shape:
+            found = f"shape {tuple(error.shape)}" if isinstance(error, torch.Tensor) else f"type {type(error).__name__}"
+            raise ValueError(f"error of {name!r} has {found}, not shape {tuple(shape)}.")
+        flat = error.detach().to(self._layout.device, self._layout.dtype).reshape(-1)
+        if not torch.isfinite(flat).all():
+            raise ValueError(f"error of {name!r} is not finite.")
+        return flat
