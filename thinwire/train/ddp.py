@@ -105,6 +105,7 @@ class _Courier:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
         if self._comm.exchange.bucketwise and self._comm.memory.empty:
+            self._used.clear()
             return self._passing.take(bucket)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         if bucket.index() == 0:
