@@ -82,6 +82,19 @@ def test_a_resumed_run_ends_with_the_same_bits_as_one_that_went_on(plan: Plan, w
         assert torch.equal(net["0.weight"], went_on[0][1]["0.weight"])  # and the ranks are replicas
 
 
+def test_ranks_agree_on_the_newest_step_that_all_have() -> None:
+    def common(*steps: list[int]) -> set[int | None]:
+        def program(link: ThreadLink) -> int | None:
+            return Synchronizer(nn.Linear(2, 2), link=link).common_step(steps[link.rank])
+
+        return set(ThreadWorld(len(steps)).run(program))
+
+    assert common([3, 6, 9], [3, 6], [6, 9]) == {6}
+    assert common([3], [6]) == {None}
+    assert common([], [6]) == {None}
+    assert common([0], [0]) == {0}
+
+
 def test_the_same_seed_gives_the_same_run_twice() -> None:
     def program(link: ThreadLink) -> torch.Tensor:
         sync, net, optimizer = start(link, PLANS[-1])

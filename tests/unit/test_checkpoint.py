@@ -756,3 +756,22 @@ def test_a_read_only_disk_leaves_the_generation_before(small_disk: Path) -> None
         checkpoint.save(small_state(20), 20)
     assert caught.value.errno == errno.EROFS
     assert_same(checkpoint.load(), (small_state(10), 10))
+
+
+def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint(tmp_path, rank=0, world_size=2)
+    folder = tmp_path / "step-000000005"
+    removed = []
+    make = Path.mkdir
+
+    def make_and_lose(path: Path, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        if path == folder and not removed:
+            removed.append(path.rmdir())
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
+    checkpoint.save({"x": torch.ones(3)}, 5)
+    assert removed
+    assert torch.equal(checkpoint.load(5)[0]["x"], torch.ones(3))

@@ -36,7 +36,8 @@ def test_bench_compress_ends_with_one_json_line(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ratio", ["0", "1.5", "-1", "nan"])
-def test_bench_compress_refuses_a_ratio_that_is_none(ratio: str) -> None:
-    result = runner.invoke(app, ["bench", "compress", "--ratio", ratio])
+@pytest.mark.parametrize("command", [["demo"], ["bench", "compress"]])
+def test_a_ratio_that_is_none_is_refused(command: list[str], ratio: str) -> None:
+    result = runner.invoke(app, [*command, "--ratio", ratio])
     assert result.exit_code == 2
     assert "must be in (0, 1]" in result.output

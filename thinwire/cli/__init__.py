@@ -8,6 +8,7 @@ import typer
 
 import thinwire
 from thinwire.cli import bench
+from thinwire.cli.options import Ratio
 
 app = typer.Typer(
     help="Train PyTorch models over thin, unpredictable wires.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -33,7 +34,7 @@ def _main(
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
-    ratio: Annotated[float, typer.Option(help="Share of entries to send, in (0, 1].")] = 0.01,
+    ratio: Ratio = 0.01,
 ) -> None:
     """Train a small net on scikit-learn's digits with two processes, dense and compressed, and say what it saved."""
     from thinwire.bench import digits

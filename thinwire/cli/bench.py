@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
+from thinwire.cli.options import Json, Ratio
 
-Json = Annotated[bool, typer.Option("--json", help="End with all figures as one JSON line.")]
+app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
 
 
 @app.command()
 def compress(
     numel: Annotated[int, typer.Option(min=1, help="Entries of the gradient; 25557032 is ResNet-50.")] = 25_557_032,
-    ratio: Annotated[float, typer.Option(help="Share of entries to choose, in (0, 1].")] = 0.01,
+    ratio: Ratio = 0.01,
     threads: Annotated[int, typer.Option(min=1, help="Threads that torch may use.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the median counts.")] = 9,
     seed: Annotated[int, typer.Option(help="Seed of the random gradients.")] = 0,
@@ -23,8 +23,6 @@ def compress(
     """One step of top-k compression against torch.topk and against r.add_(x)."""
     from thinwire.bench import compress
 
-    if not 0 < ratio <= 1:
-        raise typer.BadParameter(f"must be in (0, 1], got {ratio}", param_hint="--ratio")
     compress.main(numel, ratio, threads, repeats, seed, as_json=json)
 
 

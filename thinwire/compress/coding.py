@@ -113,10 +113,12 @@ class EliasFano(IndexCode):
             found = kernels.decode_elias_fano(*words, low_bits, indices.numpy())
             return indices if found == k else indices[:0]
         upper = _ones(high, k).long()
-        upper -= torch.arange(upper.numel(), device=code.device)
+        if upper.numel() != k:
+            return upper[:0].to(torch.int32)
+        upper -= torch.arange(k, device=code.device)
         shifts = torch.arange(low_bits, device=code.device)
         rest = (_unpack(low)[: k * low_bits].view(k, low_bits) << shifts).sum(1)
-        return ((upper << low_bits) | rest[: upper.numel()]).to(torch.int32)
+        return ((upper << low_bits) | rest).to(torch.int32)
 
     def _low_bits(self, n: int, k: int) -> int:
         return max(0, (n // k).bit_length() - 1)

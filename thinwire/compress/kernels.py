@@ -19,12 +19,23 @@ from numba.extending import intrinsic
 BLOCK = 64
 _U = np.uint64
 
+
+def _compiler(**options: Any) -> Any:
+    """`njit`, keeping compiled code on disk where there is a place for it: a read-only system may have none."""
+
+    def compile(function: Any) -> Any:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:
+            return njit(**options)(function)
+
+    return compile
+
+
 # Only a sum that stays on this rank may be reordered into vector instructions, or fused with a product: what every
 # rank computes for itself must come out the same on every processor.
-_compiled = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
-_compiled_local = njit(
-    cache=True, nogil=True, boundscheck=False, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
-)
+_compiled = _compiler(nogil=True, boundscheck=False, error_model="numpy")
+_compiled_local = _compiler(nogil=True, boundscheck=False, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
 @intrinsic
@@ -195,20 +206,22 @@ def kth_largest(words, k, histogram):
 
 
 @_compiled
-def pick_out(x, smallest, ties, indices, values, out_indices, out_values):
-    """Move entries with magnitude above `smallest`, and the first `ties` of those equal to it, from x to the outputs.
+def pick_out(x, words, bits, ties, indices, values, out_indices, out_values):
+    """Move entries with magnitude above `bits`, and the first `ties` of those equal to it, from x to the outputs.
 
-    The outputs need one slot more than there are such entries: writing first and deciding after has no branch to
-    mispredict.
+    Bits are compared, as `kth_largest` does, so that the two always agree on how many there are. The outputs need one
+    slot more than that: writing first and deciding after has no branch to mispredict.
     """
+    magnitude = words.dtype.type((_U(1) << _U(words.itemsize * 8 - 1)) - _U(1))
     nothing = x.dtype.type(0)
     taken = _U(0)
-    for i in range(values.shape[0]):
-        index, value = _U(indices[i]), values[i]
-        take = abs(value) > smallest
-        if abs(value) == smallest and ties > 0:
+    for i in range(words.shape[0]):
+        word = words[i] & magnitude
+        take = word > bits
+        if word == bits and ties > 0:
             ties -= 1
             take = True
+        index, value = _U(indices[i]), values[i]
         out_indices[taken] = index
         out_values[taken] = value
         x[index] = nothing if take else value

@@ -97,7 +97,8 @@ class RandomK(Selector):
 
 
 def take_largest(x: torch.Tensor, k: int, shortlist: Shortlist | None = None) -> Sparse:
-    """Take the k entries of largest magnitude, ties to the lowest index, out of x."""
+    """Take the k entries of largest magnitude, ties to the lowest index, out of x, which is flat and finite."""
+    assert x.is_contiguous(), "the compiled loops work on contiguous memory"
     if k == x.numel():
         return take_out(x, torch.arange(k, dtype=torch.int32, device=x.device))
     if not has_kernels(x):
@@ -107,11 +108,11 @@ def take_largest(x: torch.Tensor, k: int, shortlist: Shortlist | None = None) ->
         indices, values = seen.indices[: seen.count], seen.values[: seen.count]
     else:  # few entries, or many equal ones, or a sample that misled: look at all of them
         indices, values = np.arange(x.numel(), dtype=np.int32), x.numpy()
-    smallest, ties = _kth_largest(values, k)
-    taken = (shortlist or seen).output(k)
-    kernels.pick_out(x.numpy(), smallest, ties, indices, values, taken.indices.numpy(), taken.values.numpy())
+    bits, ties = _kth_largest(values, k)
+    words, taken = _bits_of(values), (shortlist or seen).output(k)
+    kernels.pick_out(x.numpy(), words, bits, ties, indices, values, taken.indices.numpy(), taken.values.numpy())
     if shortlist is not None:
-        shortlist.aim(k, float(smallest))
+        shortlist.aim(k, float(bits.view(values.dtype)))
     return Sparse(taken.indices[:k], taken.values[:k])
 
 
@@ -126,18 +127,22 @@ def _shortlist(x: torch.Tensor, k: int) -> Shortlist:
     return shortlist
 
 
-def _kth_largest(values: Array, k: int) -> tuple[np.floating[Any], int]:
-    """The k-th largest magnitude, and how many of the entries equal to it belong to the top k."""
+def _kth_largest(values: Array, k: int) -> tuple[np.unsignedinteger[Any], int]:
+    """The bits of the k-th largest magnitude, and how many of the entries equal to it belong to the top k."""
     if len(values) > _MANY:  # most of them are clearly above or below, and need only be counted
         low, high = _around_kth(values, k)
         between = np.empty(len(values) // 8, values.dtype)
         count, above = kernels.note_between(values, low, high, between)
         if above < k <= above + count and count <= len(between):
             values, k = between[:count], k - above
-    words = values.view(f"u{values.itemsize}")
+    words = _bits_of(values)
     histogram = np.empty(1 << (16 if len(words) > _MANY else 11), np.int64)
     bits, ties = kernels.kth_largest(words, k, histogram)
-    return words.dtype.type(bits).view(values.dtype), ties
+    return words.dtype.type(bits), ties
+
+
+def _bits_of(values: Array) -> Array:
+    return values.view(f"u{values.itemsize}")
 
 
 def _around_kth(values: Array, k: int) -> tuple[np.floating[Any], np.floating[Any]]:

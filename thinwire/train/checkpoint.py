@@ -27,7 +27,7 @@ from thinwire.train.packing import Json, pack, read_tensors, tensor_file, unpack
 FORMAT = "thinwire-checkpoint"
 VERSION = 1
 
-MAX_MANIFEST_BYTES = 32 * 2**20  # bounds what a stranger's manifest can cost; ours keep to it too
+MAX_MANIFEST_BYTES = 8 * 2**20  # bounds what a stranger's manifest can cost; ours keep to it too
 
 _CHUNK_BYTES = 2**22
 _SEAL = b'{"sha256":"%s",'
@@ -81,7 +81,6 @@ class Checkpoint:
         if self._folder(step).is_symlink():
             raise CheckpointError(f"{self._folder(step)} is a link: nothing is written outside of the directory.")
         try:
-            self._folder(step).mkdir(exist_ok=True)
             self._write(step, structure, tensors)
         except BaseException:
             self._clear_uncommitted(step)
@@ -292,7 +291,7 @@ def _write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
     path.unlink(missing_ok=True)  # Left by a save that was killed. Opening with "x" then follows no link either.
     digest = hashlib.sha256()
     nbytes = 0
-    with open(path, "xb") as file:
+    with _create(path) as file:
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
@@ -300,6 +299,17 @@ def _write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
         file.flush()
         os.fsync(file.fileno())
     return nbytes, digest.hexdigest()
+
+
+def _create(path: Path) -> BinaryIO:
+    """Open a new file, in a folder that another rank may remove for as long as it is empty."""
+    while True:
+        path.parent.mkdir(exist_ok=True)
+        try:
+            return open(path, "xb")
+        except FileNotFoundError:
+            if not path.parent.parent.is_dir():
+                raise
 
 
 def _sync(folder: Path) -> None:

@@ -24,6 +24,7 @@ from thinwire.train.memory import ErrorMemory
 from thinwire.types import Moment, Plan, StepRecord, Told
 
 _STATE_VERSION = 1
+_STEPS_COMPARED = 16
 _LINKS = {"tcp": TcpLink, "process": ProcessLink}
 
 
@@ -207,6 +208,18 @@ class Synchronizer:
             raise ValueError("this state has no errors by parameter name.")
         self.memory.load_state_dict(state["error"])
         self.step, self.skipped = state["step"], state["skipped"]
+
+    def common_step(self, steps: Collection[int]) -> int | None:
+        """The newest step that is among every rank's `steps`, as `Checkpoint.steps` gives them; None if there is none.
+
+        Ranks may have been killed between two saves, so each one's newest need not be there on all. Call on all ranks.
+        """
+        newest = sorted(steps)[-_STEPS_COMPARED:]
+        everyones = torch.full((self.link.world_size, _STEPS_COMPARED), -1, dtype=torch.int64)
+        everyones[self.link.rank, : len(newest)] = torch.tensor(newest, dtype=torch.int64)
+        self.link.moment = Moment(self.step, "resume")
+        ALL_GATHERS["direct"].run(self.link, everyones.view(-1))
+        return max(set.intersection(*(set(row) - {-1} for row in everyones.tolist())), default=None)
 
     def close(self) -> None:
         """Say goodbye to the other ranks. Nothing can be averaged after."""
