@@ -28,7 +28,7 @@ class LinkError(ThinwireError):
 
 
 class LinkTimeout(LinkError):
-    """Nothing was heard from a peer for longer than the link's timeout."""
+    """Nothing was heard from a peer, or taken by it, for longer than the link's timeout."""
 
 
 class PeerLost(LinkError):

@@ -12,6 +12,8 @@ import threading
 import time
 import types
 import zlib
+from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from tests.process.launch import LoopbackStore, RankFailed, outcomes, run_ranks
 from thinwire.errors import LinkError, LinkTimeout, PeerLost, PlanMismatch, RemoteError
-from thinwire.link import address, connection, rendezvous
+from thinwire.link import address, connection, frames, rendezvous, tcp, transfer
 from thinwire.link.base import Link
 from thinwire.link.frames import (
     DTYPES,
@@ -34,6 +36,7 @@ from thinwire.link.frames import (
     digest,
     encode_header,
     encode_hello,
+    encode_trailer,
 )
 from thinwire.link.process import ProcessLink
 from thinwire.link.tcp import TcpLink
@@ -126,6 +129,22 @@ def test_scalars_matrices_parameters_and_five_megabytes_arrive(kind: str) -> Non
     run_ranks(swap_shapes, 2, kind=kind)
 
 
+def swap_single_elements(rank: int, kind: str) -> list[float]:
+    link = KINDS[kind](timeout=20)
+    sent = torch.arange(10.0)[rank::5][:1]
+    room = torch.zeros(10)
+    assert sent.is_contiguous() and sent.stride() == (5,)
+    wait_all([link.send(sent, 1 - rank), link.post(room[3::5][:1], 1 - rank)])
+    wait_all([link.send(sent[:0], 1 - rank), link.post(room[::5][:0], 1 - rank)])
+    link.close()
+    return room.tolist()
+
+
+@both_links
+def test_one_element_of_a_longer_stride_arrives(kind: str) -> None:
+    assert run_ranks(swap_single_elements, 2, kind=kind) == [[0, 0, 0, 1 - rank, 0, 0, 0, 0, 0, 0] for rank in (0, 1)]
+
+
 def count_up(rank: int, kind: str, ahead: bool) -> list[float]:
     link = KINDS[kind](timeout=20)
     numbers = [number(float(i)) for i in range(300)]
@@ -187,6 +206,28 @@ def test_a_timeout_names_rank_peer_step_and_collective(kind: str) -> None:
     assert error == "LinkTimeout"
     assert text == "rank 0 heard nothing from rank 1 for 0.5 s at step 17 (ring, plan dense)."
     assert 0.5 <= seconds < 1.5
+
+
+def send_to_nobody(rank: int, kind: str) -> tuple[str, str]:
+    connection.MAX_EARLY_BYTES = 0
+    link = KINDS[kind](timeout=0.5)
+    link.moment = Moment(17, "dense", "ring")
+    result = raised_by(link.send(torch.ones(10_000_000), 1).wait) if rank == 0 else ("", "")
+    dist.barrier()
+    link.close()
+    return result
+
+
+NOT_TAKEN = {
+    "process": "rank 1 did not take rank 0's message for 0.5 s at step 17 (ring, plan dense).",
+    "tcp": "rank 1 took no byte from rank 0 for 0.5 s at step 17 (ring, plan dense).",
+}
+
+
+@both_links
+def test_the_timeout_of_a_send_says_that_nothing_was_taken(kind: str) -> None:
+    ended = outcomes(send_to_nobody, 2, kind=kind)  # after this, gloo's group may end as it likes
+    assert ended[0].value == ("LinkTimeout", NOT_TAKEN[kind])
 
 
 def is_waiting_in_a_link(frame: types.FrameType | None) -> bool:
@@ -287,6 +328,13 @@ def test_a_caller_without_a_process_group_is_told_so(kind: str) -> None:
         KINDS[kind]()
 
 
+@both_links
+@pytest.mark.parametrize("timeout", [float("nan"), 0, -1.0])
+def test_a_timeout_that_is_no_positive_number_is_refused_first_of_all(kind: str, timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout must be a positive number of seconds, got {timeout}"):
+        KINDS[kind](timeout=timeout)
+
+
 # --- messages that do not belong
 
 MISMATCHES = {
@@ -328,7 +376,8 @@ def test_tcp_refuses_a_foreign_message_on_both_ranks_at_once(field: str, ahead: 
     (error_0, text_0), (error_1, text_1) = run_ranks(disagree, 2, kind="tcp", field=field, ahead=ahead, timeout=30.0)
     assert error_0 == "PlanMismatch" and error_1 == "RemoteError"
     assert f"rank 1 sent rank 0 a message with {field} " in text_0 and "at step 3 (ring, plan dense)" in text_0
-    assert text_0 in text_1 and text_1.startswith("rank 0 failed: ")
+    assert text_0.removesuffix(".") in text_1 and text_1.startswith("rank 0 failed: ")
+    assert ".;" not in text_1
     assert time.monotonic() - start < 15
 
 
@@ -347,7 +396,7 @@ def raw_socket(link: Link, peer: int) -> socket.socket:
 
 def frame(link: TcpLink, sequence: int, nbytes: int, **changes: Any) -> bytes:
     run_id = link._connections[others(link)[0]]._run_id
-    header = Header(0, DTYPES.index(torch.float32), run_id, sequence, 0, digest(""), digest(""), nbytes, 0)
+    header = Header(0, DTYPES.index(torch.float32), run_id, sequence, 0, digest(""), digest(""), nbytes)
     return encode_header(header._replace(**changes))
 
 
@@ -361,7 +410,7 @@ BAD_FIELDS = {
     "frame 5 where frame 0 was due": {"sequence": 5},
     "unknown kind": {"kind": 9},
     "farewell of 100000 bytes": {"kind": 2, "nbytes": 100_000},
-    "damaged on the way": {"payload_crc": 12345},
+    "damaged on the way": {},  # its checksum says so
 }
 
 
@@ -373,7 +422,7 @@ def send_a_bad_frame(rank: int, complaint: str) -> tuple[str, str]:
             bad = BAD_FRAMES[complaint](frame(link, 0, 4))
         else:
             bad = frame(link, **{"sequence": 0, "nbytes": 4, **BAD_FIELDS[complaint]})
-        raw_socket(link, 0).send(bad + bytes(4))
+        raw_socket(link, 0).send(bad + bytes(4) + encode_trailer(12345))
     result = raised_by(work.wait)
     link.close()
     return result
@@ -428,6 +477,171 @@ def send_more_than_is_kept(rank: int) -> int:
 
 def test_early_messages_are_kept_within_a_bound_and_then_wait_in_the_kernel() -> None:
     assert 0 < run_ranks(send_more_than_is_kept, 2)[1] <= 20_000
+
+
+class CountedSocket:
+    """A socket that counts what the kernel takes."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real, self.taken = real, 0
+
+    def sendmsg(self, pieces: Any) -> int:
+        taken = self._real.sendmsg(pieces)
+        self.taken += taken
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def watch_the_wire(rank: int) -> tuple[int, int]:
+    link = TcpLink(timeout=20)
+    link._connections[1 - rank].socket = counted = CountedSocket(raw_socket(link, 1 - rank))  # type: ignore[assignment]
+    for size in (0, 10, 1_000_000):
+        wait_all([link.send(torch.ones(size), 1 - rank), link.post(torch.ones(size), 1 - rank)])
+    taken = counted.taken
+    link.close()
+    return taken, link.sent_bytes + link.sent_messages * link.header_bytes
+
+
+def test_payload_and_headers_are_all_that_travels() -> None:
+    for travelled, counted in run_ranks(watch_the_wire, 2):
+        assert travelled == counted
+
+
+def sum_while_sending(rank: int) -> tuple[int, int]:
+    link = TcpLink(timeout=30)
+    summed = {"caller": 0, "others": 0}
+    crc32, main = zlib.crc32, threading.get_ident()
+
+    class Watched:
+        @staticmethod
+        def crc32(data: memoryview, value: int = 0) -> int:
+            summed["caller" if threading.get_ident() == main else "others"] += len(data)
+            return crc32(data, value)
+
+    transfer.zlib = Watched  # type: ignore[assignment]
+    received = link.post(torch.zeros(16_000_000), 1 - rank)
+    wait_all([link.send(torch.ones(16_000_000), 1 - rank), received])
+    link.close()
+    return summed["caller"], summed["others"]
+
+
+def test_the_checksum_of_a_large_message_is_not_computed_by_the_caller() -> None:
+    for by_caller, by_others in run_ranks(sum_while_sending, 2):
+        assert by_caller <= connection.SEND_BYTES
+        assert by_caller + by_others == 64_000_000
+
+
+# --- Ctrl-C while something is being sent
+
+
+class InterruptAt:
+    """Ctrl-C at the n-th place at which the interpreter looks for signals inside of a link: after a call into C has
+    returned, and where a function begins. `places` counts them."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.places = n, 0
+
+    def _count(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event not in ("call", "c_return") or "link" not in Path(frame.f_code.co_filename).parts:
+            return
+        self.places += 1
+        if self.places == self.n:
+            raise KeyboardInterrupt
+
+    def during(self, action: Callable[[], object]) -> bool:
+        """Was `action` interrupted?"""
+        try:
+            sys.setprofile(self._count)
+            action()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+
+def places_of_a_send(link: Link, size: int) -> int:
+    """At how many places a send to rank 1 can be interrupted. Costs one message, and tells rank 1."""
+    watch = InterruptAt(-1)
+    watch.during(lambda: link.send(torch.zeros(size), 1))
+    dist.broadcast(places := torch.tensor(watch.places), 0)
+    return int(places)
+
+
+SIZES = {"small": 10, "in several pieces": 700_000}
+
+
+def go_on_after_ctrl_c(rank: int, size: int) -> tuple[list[float], list[float]]:
+    link = TcpLink(timeout=20)
+    if rank == 1:
+        link.post(torch.zeros(size), 0).wait()
+        dist.broadcast(torch.tensor(0), 0)
+        came: list[float] = []
+        received = torch.zeros(size)
+        while not came or came[-1] >= 0:
+            link.post(received, 0).wait()
+            assert (received == received[0]).all()
+            came.append(received[0].item())
+        dist.barrier()
+        link.close()
+        return came, []
+    certain = []
+    for n in range(1, places_of_a_send(link, size) + 1):
+        message = torch.full((size,), float(n))
+        if not InterruptAt(n).during(lambda message=message: link.send(message, 1)):
+            certain.append(float(n))
+        again = torch.full((size,), n + 0.5)
+        link.send(again, 1)
+        certain.append(n + 0.5)
+    link.send(torch.full((size,), -1.0), 1).wait()
+    dist.barrier()
+    link.close()
+    return [*certain, -1.0], []
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_whoever_goes_on_after_ctrl_c_has_sent_every_message_once_or_not_at_all(size: int) -> None:
+    (certain, _), (came, _) = run_ranks(go_on_after_ctrl_c, 2, size=size)
+    assert len(certain) > 20
+    assert sorted(came[:-1]) == came[:-1] and len(set(came)) == len(came)
+    assert set(certain) <= set(came)
+
+
+def abort_after_ctrl_c(rank: int, size: int) -> list[tuple[str, str]]:
+    link = TcpLink(timeout=20)
+    if rank == 0:
+        places = places_of_a_send(link, size)
+    else:
+        link.post(torch.zeros(size), 0).wait()
+        dist.broadcast(told := torch.tensor(0), 0)
+        places = int(told)
+    link.close()
+    results = []
+    for n in range(1, places + 1):
+        link = TcpLink(timeout=20)
+        if rank == 0:
+            link.send(torch.zeros(size), 1)
+            InterruptAt(n).during(lambda link=link: link.send(torch.zeros(size), 1))
+            link.abort("KeyboardInterrupt")
+        else:
+            results.append(raised_by(lambda link=link: receive_for_ever(link, size)))
+        link.close()
+    return results
+
+
+def receive_for_ever(link: Link, size: int) -> None:
+    while True:
+        link.post(torch.zeros(size), 0).wait()
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_wherever_ctrl_c_ends_a_send_the_peers_read_why(size: int) -> None:
+    results = run_ranks(abort_after_ctrl_c, 2, size=size)[1]
+    assert len(results) > 20
+    for error, text in results:
+        assert error == "RemoteError" and text.startswith("rank 0 failed: KeyboardInterrupt;"), text
 
 
 # --- peers that fail, die, or are slow
@@ -570,7 +784,8 @@ def hear_of_a_loss(rank: int) -> tuple[str, str]:
         result = raised_by(work.wait)
     elif rank == 1:
         link.post(number(), 0).wait()
-        link._fail(connection.lost(1, 2, "its connection to rank 1 ended"), tell="rank 1 lost rank 2: the wire is cut")
+        loss = connection.lost(1, 2, "the wire: it is cut")
+        link._fail(loss.error, loss.farewell)
         result = raised_by(link.post(number(), 0).wait)
     else:
         link.send(number(), 0).wait()
@@ -583,7 +798,7 @@ def hear_of_a_loss(rank: int) -> tuple[str, str]:
 def test_a_loss_that_one_rank_sees_is_known_to_all() -> None:
     (error_0, text_0), (error_1, _), (error_2, text_2) = run_ranks(hear_of_a_loss, 3)
     assert error_0 == error_1 == error_2 == "PeerLost"
-    assert text_0.startswith("rank 0 lost rank 2: the wire is cut")
+    assert text_0.startswith("rank 0 lost rank 2: the wire: it is cut;")
     assert text_2.startswith("rank 2 lost rank 1: ") or text_2.startswith("rank 2 lost rank 0: ")
 
 
@@ -624,6 +839,96 @@ def test_close_lets_queued_messages_leave() -> None:
     assert run_ranks(close_with_much_to_send, 2) == [True, True]
 
 
+def speak_to_someone_who_leaves(rank: int) -> tuple[str, float, float]:
+    connection.MAX_EARLY_BYTES = 0
+    link = TcpLink(timeout=30)
+    store = dist.group.WORLD.get_group_store()
+    received = torch.zeros(250_000)
+    if rank == 1:
+        raw_socket(link, 0).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 0:
+        link.send(torch.ones(250_000), 1).wait()  # the kernel has taken all of it, the peer hardly anything
+        store.set("leaving", "")
+        start = time.monotonic()
+        link.close()
+        return "", 0.0, time.monotonic() - start
+    store.wait(["leaving"])
+    time.sleep(0.2)  # a close that does not wait would be over
+    link.send(number(), 0)
+    time.sleep(0.2)  # and its answer would be here
+    error, _ = raised_by(link.post(received, 0).wait)
+    link.close()
+    return error, received.sum().item(), time.monotonic() - start
+
+
+def test_what_was_sent_arrives_even_if_the_peer_speaks_to_someone_who_leaves() -> None:
+    (_, _, closing), (error, received, _) = run_ranks(speak_to_someone_who_leaves, 2)
+    assert (error, received) == ("", 250_000)
+    assert 0.2 < closing < 3
+
+
+def leave_someone_who_does_not_listen(rank: int) -> float:
+    connection.MAX_EARLY_BYTES = 0
+    tcp.CLOSE_SECONDS = 0.5
+    link = TcpLink(timeout=30)
+    start = time.monotonic()
+    if rank == 0:
+        link.send(torch.ones(10_000_000), 1)
+        link.close()
+    seconds = time.monotonic() - start
+    dist.barrier()
+    link.close()
+    return seconds
+
+
+def test_close_gives_up_on_a_peer_that_takes_nothing() -> None:
+    assert 0.5 <= run_ranks(leave_someone_who_does_not_listen, 2)[0] < 3
+
+
+def close_in_turn(rank: int) -> list[float]:
+    seconds = []
+    for everybody_at_once in (True, False) * 5:
+        link = TcpLink(timeout=20)
+        wait_all([work for peer in others(link) for work in (link.send(number(), peer), link.post(number(), peer))])
+        dist.barrier()
+        for turn in range(link.world_size):
+            if turn == rank or everybody_at_once:
+                start = time.monotonic()
+                link.close()
+                seconds.append(time.monotonic() - start)
+            if not everybody_at_once:
+                dist.barrier()
+    return seconds
+
+
+def test_closing_takes_milliseconds_whoever_goes_first() -> None:
+    for seconds in run_ranks(close_in_turn, 3):
+        assert sorted(seconds)[len(seconds) // 2] < 0.1 and max(seconds) < 1.0
+
+
+def build_many(rank: int) -> tuple[int, int]:
+    counts = []
+    for _ in range(5):
+        TcpLink(timeout=20).close()
+        counts.append(len(util._finalizer_registry))
+    return counts[0], counts[-1]
+
+
+def test_a_closed_link_leaves_nothing_behind_for_the_end_of_the_process() -> None:
+    for first, last in run_ranks(build_many, 2):
+        assert first == last
+
+
+def test_names_are_forgotten_but_never_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_NAMES", 10)
+    for i in range(100):
+        assert frames.name_of(digest("in use")) == "in use"
+        assert frames.name_of(digest(f"plan {i}")) == f"plan {i}"
+        assert len(frames._NAMES) <= 10
+
+
 def trickle(rank: int) -> tuple[float, float]:
     link = TcpLink(timeout=0.5)
     received, start = number(), time.monotonic()
@@ -631,7 +936,7 @@ def trickle(rank: int) -> tuple[float, float]:
         link.post(received, 1).wait()
     else:
         payload = number(3.0).numpy().tobytes()
-        whole = frame(link, 0, 4, payload_crc=zlib.crc32(payload)) + payload
+        whole = frame(link, 0, 4) + payload + encode_trailer(zlib.crc32(payload))
         for i in range(0, len(whole), 10):  # the pace is the subject here
             raw_socket(link, 0).send(whole[i : i + 10])
             time.sleep(0.2)
@@ -757,6 +1062,40 @@ def test_the_interface_or_the_way_to_the_master_gives_the_address(monkeypatch: p
     assert address.own_address() == "127.0.0.1"
 
 
+def test_the_store_leads_to_the_peers_when_no_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    with LoopbackStore() as running:
+        store = dist.PrefixStore("group", dist.PrefixStore("default", dist.TCPStore("127.0.0.1", running.port)))
+        assert address.own_address(store) == "127.0.0.1"
+
+
+def test_a_way_out_of_this_host_is_preferred_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(address, "_host_of", lambda store: store)
+    monkeypatch.setattr(address, "_address_towards", {"localhost": "127.0.0.1", "a": "10.0.0.1", "b": "10.0.0.2"}.get)
+    for store, master, chosen in (
+        ("localhost", "a", "10.0.0.1"),
+        ("a", "localhost", "10.0.0.1"),
+        ("a", "b", "10.0.0.1"),
+        ("localhost", "localhost", "127.0.0.1"),
+    ):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        assert address.own_address(store) == chosen
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
+    meeting = rendezvous._Meeting(Hello(b"this-run", 1, 2), time.monotonic() + 0.2, 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+    with pytest.raises(LinkTimeout, match=rf"could not connect to {host} port {port} within 0\.2 s: missing rank 0\."):
+        rendezvous._connect((host, port), 0, meeting)
+    with rendezvous._listen("127.0.0.1", 2) as silent, pytest.raises(LinkTimeout) as caught:
+        rendezvous._accept(silent, {}, meeting._replace(hello=Hello(b"this-run", 0, 2)))
+    assert "was not called at 127.0.0.1 port " in str(caught.value) and str(caught.value).endswith("missing rank 1.")
+
+
 def test_loopback_beside_a_real_address_is_refused_with_the_ranks_and_the_way_out() -> None:
     with pytest.raises(RuntimeError, match=r"ranks 0, 2 .*127\.0\.1\.1.* rank 1 .*GLOO_SOCKET_IFNAME"):
         address.refuse_mixed_loopback({0: "127.0.1.1", 1: "10.0.0.7", 2: "127.0.1.1"})
@@ -811,6 +1150,29 @@ def test_an_exception_that_ends_one_rank_is_what_the_others_read() -> None:
     (code_0, text_0), (code_1, _) = run_programs(PROGRAM + ending)
     assert code_0 == code_1 == 1
     assert "RemoteError: rank 1 failed: ValueError: no such file" in text_0
+
+
+@pytest.mark.parametrize("leave", ["sys.exit()", "sys.exit(3)"])
+def test_a_rank_that_exits_is_named_by_those_who_still_need_it(leave: str) -> None:
+    ending = textwrap.dedent(f"""
+        if rank == 1:
+            {leave}
+        link.post(torch.ones(3), 1).wait()
+    """)
+    (_, text_0), _ = run_programs(PROGRAM + ending)
+    assert "PeerLost: rank 1 has closed its link" in text_0
+
+
+def exit_on_rank_1(rank: int) -> tuple[str, str]:
+    link = TcpLink(timeout=20)
+    if rank == 1:
+        raise SystemExit(5)
+    return raised_by(link.post(number(), 1).wait)
+
+
+def test_a_process_of_multiprocessing_tells_of_its_exit_too() -> None:
+    error, text = outcomes(exit_on_rank_1, 2)[0].value
+    assert error == "RemoteError" and text.startswith("rank 1 failed: SystemExit: ")
 
 
 def test_every_link_error_is_a_link_error() -> None:

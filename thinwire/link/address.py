@@ -7,18 +7,42 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
-def own_address() -> str:
-    """Of the interface in GLOO_SOCKET_IFNAME, else of the one that leads to MASTER_ADDR, else the host name's."""
+def own_address(store: Store | None = None) -> str:
+    """Of the interface in GLOO_SOCKET_IFNAME, else of the one that leads to the group's master, else the host name's.
+
+    The master is the store's host, to which this rank has a connection, or MASTER_ADDR. One of them may be a name for
+    this host itself, so a way that leads out of the host is preferred.
+    """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return interface_address(names.split(",")[0].strip())
-    if master := os.environ.get("MASTER_ADDR"):
+    ways = []
+    for master in (_host_of(store), os.environ.get("MASTER_ADDR")):
         try:
-            return _address_towards(master)
+            ways += [_address_towards(master)] if master else []
         except OSError:
             pass  # a master that does not resolve here is for others to complain about
+    if ways:
+        return min(ways, key=_is_loopback)
     return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _host_of(store: Store | None) -> str | None:
+    """Where the ranks' store lives, if it is one that lives on a host."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # not in every build of torch
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 def interface_address(name: str) -> str:
@@ -62,7 +86,7 @@ def _address_towards(host: str) -> str:
 
 def refuse_mixed_loopback(hosts: dict[int, str]) -> None:
     """An address such as Debian's 127.0.1.1 leads every other host to itself: say so instead of waiting for nobody."""
-    local = [rank for rank, host in sorted(hosts.items()) if ipaddress.ip_address(host).is_loopback]
+    local = [rank for rank, host in sorted(hosts.items()) if _is_loopback(host)]
     if local and len(local) < len(hosts):
         others = [rank for rank in sorted(hosts) if rank not in local]
         raise RuntimeError(

@@ -104,6 +104,12 @@ class Link(ABC):
         )
 
 
+def check_timeout(timeout: float) -> None:
+    """Refuse what is not a time to wait, before a link does anything else."""
+    if not timeout > 0:  # which is also how one asks for a number that is not one
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+
+
 def where(moment: Moment) -> str:
     """The words in which every error says when it happened."""
     return f"at step {moment.step} ({moment.collective or 'no collective'}, plan {moment.plan or 'none'})"

@@ -8,7 +8,10 @@ beyond them it stays in the kernel, TCP holds the sender back, and reading goes 
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import sys
+import termios
 import threading
 import time
 import zlib
@@ -25,13 +28,14 @@ from thinwire.link.frames import (
     GOODBYE,
     HEADER_BYTES,
     LOST,
+    TRAILER_BYTES,
+    Farewell,
     FrameError,
     Header,
     decode_header,
     decode_reason,
-    digest,
     dtype_code,
-    encode_header,
+    encode_trailer,
 )
 from thinwire.link.transfer import Receiving, Sending, bytes_of, on_host
 from thinwire.types import Moment
@@ -44,17 +48,40 @@ EARLY_FRAME_COST = 1024  # what an early frame counts on top of its payload, so 
 SEND_BYTES = 2**20  # at most this much per system call, so that the lock is never held for long
 
 
+class Failure(Exception):
+    """This connection cannot go on: what every wait is to raise, and what the peers are to be told."""
+
+    def __init__(self, error: LinkError, farewell: Farewell) -> None:
+        super().__init__(str(error))
+        self.error, self.farewell = error, farewell
+
+
 class _Arrival:
     """A frame whose payload is coming, or has come and waits for its receive."""
 
     def __init__(self, header: Header, view: memoryview, receiving: Receiving | None = None) -> None:
         self.header, self.view, self.receiving = header, view, receiving
-        self.filled = 0
-        self.crc = 0
+        self._trailer = bytearray(TRAILER_BYTES)
+        self._filled = 0
+        self._crc = 0
+
+    def room(self) -> list[memoryview]:
+        """Where the bytes that are still to come belong."""
+        behind = max(self._filled - len(self.view), 0)
+        return [self.view[self._filled :], memoryview(self._trailer)[behind:]]
+
+    def take(self, received: int) -> None:
+        """So many bytes have come."""
+        self._crc = zlib.crc32(self.view[self._filled : self._filled + received], self._crc)
+        self._filled += received
 
     @property
     def whole(self) -> bool:
-        return self.filled == len(self.view)
+        return self._filled == len(self.view) + TRAILER_BYTES
+
+    @property
+    def damaged(self) -> bool:
+        return self._trailer != encode_trailer(self._crc)
 
     def hand_over(self) -> None:
         """Give an early payload to the receive that has claimed it."""
@@ -65,7 +92,7 @@ class _Arrival:
 
 
 class Connection:
-    """One peer's frames. Errors are raised as `LinkError`s; what they mean for the link is the link's business."""
+    """One peer's frames. What cannot go on raises `Failure`; what that means for the link is the link's business."""
 
     def __init__(self, link: TcpLink, peer: int, sock: socket.socket, run_id: bytes) -> None:
         self.link, self.peer, self.socket = link, peer, sock
@@ -73,10 +100,12 @@ class Connection:
         self.said_goodbye = False  # by the peer
         self._run_id = run_id
         self._lock = threading.Lock()
-        self._broken = False  # sending failed: nothing more can leave
+        self._broken = False  # the peer takes nothing any more
         self._given_up = False  # reading failed: nothing more can be understood
         self._to_send: deque[Sending] = deque()
         self._frames_sent = 0
+        self._shut = False  # nothing will follow what was sent
+        self._on_the_way = 0  # when we last looked
         self._posted: deque[Receiving] = deque()
         self._early: deque[_Arrival] = deque()  # not claimed by a receive yet, the oldest first
         self._early_cost = 0
@@ -88,27 +117,12 @@ class Connection:
 
     # --- sending
 
-    def send(self, kind: int, payload: memoryview, sending: Sending, code: int = 0) -> None:
+    def send(self, sending: Sending) -> None:
         """Queue a frame, and let as much leave as the kernel takes now. Never blocks."""
-        crc = zlib.crc32(payload)
         with self._lock:
             if self.said_goodbye:
                 sending.wake()
                 return
-            moment = sending.moment
-            header = Header(
-                kind,
-                code,
-                self._run_id,
-                self._frames_sent,
-                moment.step,
-                digest(moment.plan),
-                digest(moment.collective),
-                len(payload),
-                crc,
-            )
-            self._frames_sent += 1
-            sending.views = [memoryview(encode_header(header)), payload]
             self._to_send.append(sending)
             if len(self._to_send) == 1:
                 self._send_some()
@@ -117,15 +131,13 @@ class Connection:
         host = on_host(tensor)
         if host is not tensor:
             host.copy_(tensor)
-        sending = Sending(self, host, moment)
-        self.send(DATA, bytes_of(host), sending, dtype_code(tensor.dtype))
+        sending = Sending(self, host, moment, DATA, bytes_of(host), dtype_code(tensor.dtype))
+        self.send(sending)
         return sending
 
-    def farewell(self, kind: int, text: bytes, moment: Moment) -> Sending:
+    def farewell(self, kind: int, text: bytes, moment: Moment) -> None:
         """Say goodbye, or say why we go."""
-        sending = Sending(self, torch.empty(0), moment)
-        self.send(kind, memoryview(text), sending)
-        return sending
+        self.send(Sending(self, torch.empty(0), moment, kind, memoryview(text), 0))
 
     def flush(self) -> None:
         """Go on sending what is queued. For the I/O thread, when the socket takes more."""
@@ -137,20 +149,25 @@ class Connection:
         room = SEND_BYTES
         while self._to_send and room > 0 and not self._broken:
             sending = self._to_send[0]
-            try:
-                sent = self.socket.sendmsg([view[:room] for view in sending.views])
-            except BlockingIOError:
-                return
-            except OSError:
-                # Whether the peer has died or said goodbye stands in what it sent last: the reader finds out.
-                self._broken = True
-                return
-            room -= sent
-            self.accepted_at = time.monotonic()
-            sending.advance(sent)
-            if not sending.views:
-                self._to_send.popleft()
+            if not sending.gone:  # Ctrl-C may have kept an earlier call from noticing
+                sending.begin(self._run_id, self._frames_sent)
+                pieces = sending.next_pieces(room)
+                try:
+                    # Sending and noting it are one step of the interpreter, which looks for signals between steps:
+                    # bytes that left but were not noted would leave again, or be dropped as if they were still here.
+                    sending.taken.extend(map(self.socket.sendmsg, (pieces,)))
+                except BlockingIOError:
+                    return
+                except OSError:
+                    # Whether the peer has died or said goodbye stands in what it sent last: the reader finds out.
+                    self._broken = True
+                    return
+                room -= sending.taken[-1]
+                self.accepted_at = time.monotonic()
+            if sending.gone:
+                self._frames_sent = sending.sequence + 1
                 sending.finish()
+                self._to_send.popleft()
 
     @property
     def wants_to_send(self) -> bool:
@@ -160,8 +177,34 @@ class Connection:
         """Forget the frames of which nothing has left yet."""
         with self._lock:
             while self._to_send and not self._to_send[-1].started:
-                self._to_send.pop().wake()
-                self._frames_sent -= 1
+                self._to_send[-1].wake()
+                self._to_send.pop()
+
+    def still_leaving(self) -> bool:
+        """After our goodbye: is anything of ours still on its way to a peer that may want it?
+
+        What the kernel has taken is not there yet. Should the peer say something to a socket that we have closed, our
+        kernel would answer with a reset, and drop what it has not delivered. For the I/O thread only.
+        """
+        if self.wants_to_send:
+            return True
+        if self.said_goodbye or self._hung_up():
+            return False
+        on_the_way = _unacknowledged(self.socket)
+        if on_the_way != self._on_the_way:
+            self._on_the_way, self.accepted_at = on_the_way, time.monotonic()
+        return on_the_way > 0
+
+    def _hung_up(self) -> bool:
+        """Let nothing follow what was sent. Has the peer gone already? The reader may have given up, so ask."""
+        try:
+            if not self._shut:
+                self._shut = True
+                self.socket.shutdown(socket.SHUT_WR)
+            self._broken |= self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        except OSError:
+            self._broken = True
+        return self._broken
 
     # --- receiving
 
@@ -209,15 +252,12 @@ class Connection:
                 return
         arrival = self._arriving
         assert arrival is not None
-        if not arrival.whole:
-            received = self._receive(arrival.view[arrival.filled :])
-            arrival.crc = zlib.crc32(arrival.view[arrival.filled : arrival.filled + received], arrival.crc)
-            arrival.filled += received
+        arrival.take(self._receive(arrival.room()))
         if arrival.whole:
             self._end(arrival)
 
     def _read_header(self) -> bool:
-        self._head_filled += self._receive(memoryview(self._head)[self._head_filled :])
+        self._head_filled += self._receive([memoryview(self._head)[self._head_filled :]])
         if self._head_filled < HEADER_BYTES:
             return False
         self._head_filled = 0
@@ -251,7 +291,7 @@ class Connection:
         return True
 
     def _end(self, arrival: _Arrival) -> None:
-        if arrival.crc != arrival.header.payload_crc:
+        if arrival.damaged:
             raise self._error("a message that was damaged on the way (crc)")
         with self._lock:
             self._arriving = None
@@ -264,14 +304,15 @@ class Connection:
                 self.said_goodbye = True
             self.wake_all()
 
-    def _receive(self, room: memoryview) -> int:
+    def _receive(self, room: list[memoryview]) -> int:
         try:
-            received = self.socket.recv_into(room)
+            received = self.socket.recvmsg_into(room)[0]
         except BlockingIOError:
             return 0
-        except OSError as error:
-            raise self._lost() from error
+        except OSError:
+            received = 0
         if received == 0:
+            self._broken = True
             raise self._lost()
         self.heard_at = time.monotonic()
         return received
@@ -297,10 +338,10 @@ class Connection:
             peer=self.peer,
         )
 
-    def _lost(self) -> PeerLost:
+    def _lost(self) -> Failure:
         return lost(self.link.rank, self.peer, f"its connection to rank {self.link.rank} ended without a goodbye")
 
-    def _told(self, kind: int, raw: bytes) -> LinkError:
+    def _told(self, kind: int, raw: bytes) -> Failure:
         """The failure that the peer reports: its own, or one that it has heard of before us."""
         try:
             origin, text = decode_reason(raw)
@@ -310,17 +351,25 @@ class Connection:
             origin = self.peer
         return lost(self.link.rank, origin, text) if kind == LOST else failed(self.link.rank, origin, text)
 
-    def _error(self, what: str) -> LinkError:
-        text = f"rank {self.peer} sent rank {self.link.rank} {what}"
-        return LinkError(text, rank=self.link.rank, peer=self.peer)
+    def _error(self, what: str) -> Failure:
+        rank = self.link.rank
+        text = f"rank {self.peer} sent rank {rank} {what}"
+        return Failure(LinkError(text, rank=rank, peer=self.peer), Farewell(ABORT, rank, text))
 
 
-def lost(rank: int, peer: int, reason: str) -> PeerLost:
-    return PeerLost(f"rank {rank} lost rank {peer}: {reason}", rank=rank, peer=peer)
+def lost(rank: int, peer: int, reason: str) -> Failure:
+    error = PeerLost(f"rank {rank} lost rank {peer}: {reason}", rank=rank, peer=peer)
+    return Failure(error, Farewell(LOST, peer, reason))
 
 
-def failed(rank: int, peer: int, reason: str) -> RemoteError:
-    return RemoteError(f"rank {peer} failed: {reason}", rank=rank, peer=peer)
+def failed(rank: int, peer: int, reason: str) -> Failure:
+    error = RemoteError(f"rank {peer} failed: {reason}", rank=rank, peer=peer)
+    return Failure(error, Farewell(ABORT, peer, reason))
+
+
+def _unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the kernel has taken and the peer's kernel has not confirmed (SIOCOUTQ, by its other name)."""
+    return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def _early_cost(header: Header) -> int:

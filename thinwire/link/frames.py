@@ -1,4 +1,4 @@
-"""What travels between two ranks of a `TcpLink`: a hello each way, then frames of a fixed header and its payload.
+"""What travels between two ranks of a `TcpLink`: a hello each way, then frames of a header, a payload and its checksum.
 
 No length that a peer claims is believed here: a header is only taken apart, and `Connection` decides what to do.
 """
@@ -44,14 +44,18 @@ RUN_ID_BYTES = 8
 REASON_BYTES = 1024
 
 _HELLO = struct.Struct(f"!4sB3x{RUN_ID_BYTES}sII")
-# magic, version, kind, dtype, run id, sequence, step, plan, collective, nbytes, crc of the payload
-_FIELDS = struct.Struct(f"!4sBBBx{RUN_ID_BYTES}sQq8s8sQI")
+# magic, version, kind, dtype, run id, sequence, step, plan, collective, nbytes
+_FIELDS = struct.Struct(f"!4sBBBx{RUN_ID_BYTES}sQq8s8sQ")
 _HEADER = struct.Struct(_FIELDS.format + "I")  # and the crc of all that
 
 _ORIGIN = struct.Struct("!I")
 
 HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
+TRAILER_BYTES = 4  # the crc of the payload, behind it: so it can be computed while the payload leaves
+FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES  # what a frame costs on top of its payload
+
+MAX_NAMES = 4096
 
 
 class FrameError(Exception):
@@ -87,7 +91,6 @@ class Header(NamedTuple):
     plan: bytes
     collective: bytes
     nbytes: int
-    payload_crc: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,6 +123,21 @@ def decode_header(raw: bytes | bytearray, run_id: bytes, sequence: int) -> Heade
     return header
 
 
+class Farewell(NamedTuple):
+    """What a rank that gives up tells its peers: whether it has lost a rank or one has failed, which one, and why."""
+
+    kind: int
+    origin: int
+    reason: str
+
+    def encode(self) -> bytes:
+        return encode_reason(self.origin, self.reason)
+
+
+def encode_trailer(crc: int) -> bytes:
+    return crc.to_bytes(TRAILER_BYTES, "big")
+
+
 def encode_reason(origin: int, text: str) -> bytes:
     """Why a rank gives up: the rank that it all began with, and a bounded text that is cut between characters."""
     cut = text.encode()[: REASON_BYTES - _ORIGIN.size].decode(errors="ignore")
@@ -141,9 +159,13 @@ def dtype_code(dtype: torch.dtype) -> int:
 _NAMES: dict[bytes, str] = {}
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MAX_NAMES)
 def digest(name: str) -> bytes:
     """Eight bytes for a plan's or a collective's name."""
+    if len(_NAMES) >= MAX_NAMES:
+        # Both at once, so that every name which is still in use is remembered again when it is next used.
+        _NAMES.clear()
+        digest.cache_clear()
     value = hashlib.blake2b(name.encode(), digest_size=8).digest()
     _NAMES[value] = name
     return value

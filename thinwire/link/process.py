@@ -17,8 +17,8 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import LinkError, PeerLost
-from thinwire.link.base import LOOK_UP_SECONDS, Link, Work, where
+from thinwire.errors import LinkError, LinkTimeout, PeerLost
+from thinwire.link.base import LOOK_UP_SECONDS, Link, Work, check_timeout, where
 from thinwire.types import Moment
 
 _TAGS = 2**31
@@ -41,6 +41,7 @@ class ProcessLink(Link):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 300.0) -> None:
+        check_timeout(timeout)
         if not dist.is_initialized() or dist.get_rank(group) < 0:
             raise ValueError("a ProcessLink needs an initialised process group that this rank is a member of.")
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
@@ -63,8 +64,8 @@ class ProcessLink(Link):
         try:
             pending = dist.isend(tensor.detach(), group=self.group, group_dst=dst, tag=tag)
         except RuntimeError as error:
-            raise self._translated(error, dst, self.moment) from error
-        return _Transfer(self, pending, tensor, dst, self.moment)
+            raise self._translated(error, dst, self.moment, is_send=True) from error
+        return _Transfer(self, pending, tensor, dst, self.moment, is_send=True)
 
     def _post(self, tensor: torch.Tensor, src: int) -> Work:
         tag = _tag(self.moment, tensor, self._posted_from[src])
@@ -72,15 +73,22 @@ class ProcessLink(Link):
         try:
             pending = dist.irecv(tensor.detach(), group=self.group, group_src=src, tag=tag)
         except RuntimeError as error:
-            raise self._translated(error, src, self.moment) from error
-        return _Transfer(self, pending, tensor, src, self.moment)
+            raise self._translated(error, src, self.moment, is_send=False) from error
+        return _Transfer(self, pending, tensor, src, self.moment, is_send=False)
 
-    def _translated(self, error: RuntimeError, peer: int, moment: Moment) -> LinkError:
+    def _translated(self, error: RuntimeError, peer: int, moment: Moment, is_send: bool) -> LinkError:
         """gloo tells what happened only in words."""
         if "timed out" in str(error).lower():
-            return self._timed_out(peer, moment)
+            return self._not_taken(peer, moment) if is_send else self._timed_out(peer, moment)
         return PeerLost(
             f"rank {self.rank} lost rank {peer} {where(moment)}: {str(error).splitlines()[0]}",
+            rank=self.rank,
+            peer=peer,
+        )
+
+    def _not_taken(self, peer: int, moment: Moment) -> LinkTimeout:
+        return LinkTimeout(
+            f"rank {peer} did not take rank {self.rank}'s message for {self.timeout:g} s {where(moment)}.",
             rank=self.rank,
             peer=peer,
         )
@@ -99,10 +107,16 @@ def _tag(moment: Moment, tensor: torch.Tensor, sequence: int) -> int:
 
 class _Transfer(Work):
     def __init__(
-        self, link: ProcessLink, pending: dist.Work | None, tensor: torch.Tensor, peer: int, moment: Moment
+        self,
+        link: ProcessLink,
+        pending: dist.Work | None,
+        tensor: torch.Tensor,
+        peer: int,
+        moment: Moment,
+        is_send: bool,
     ) -> None:
         assert pending is not None, "this rank is a member of the group"
-        self._link, self._peer, self._moment = link, peer, moment
+        self._link, self._peer, self._moment, self._is_send = link, peer, moment, is_send
         self._pending: dist.Work | None = pending
         self._waiter: _Waiter | None = None  # gloo allows one wait per operation: whoever began it must end it
         self._tensor = tensor  # gloo knows its address and nothing else
@@ -116,7 +130,7 @@ class _Transfer(Work):
             else:
                 self._pending.wait()  # orders the stream of the thread that calls it, so it must be this one
         except RuntimeError as error:
-            raise self._link._translated(error, self._peer, self._moment) from error
+            raise self._link._translated(error, self._peer, self._moment, self._is_send) from error
         self._pending = None
 
     def _wait_in_helper(self, pending: dist.Work) -> None:
@@ -127,7 +141,8 @@ class _Transfer(Work):
             self._waiter.ask(pending)
         try:
             if not self._waiter.answers_within(self._link.timeout):
-                raise self._link._timed_out(self._peer, self._moment)
+                late = self._link._not_taken if self._is_send else self._link._timed_out
+                raise late(self._peer, self._moment)
         except BaseException:
             self._waiter.dismiss()
             raise

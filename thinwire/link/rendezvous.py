@@ -67,7 +67,7 @@ def connect_mesh(group: dist.ProcessGroup, timeout: float) -> Mesh:
     # Every rank counts its own links of this group. All build them in the same order, so all come to the same number.
     prefix = f"thinwire/tcp/{store.add(f'thinwire/tcp/built/{rank}', 1)}"
     meeting = _Meeting(Hello(bytes(RUN_ID_BYTES), rank, world_size), time.monotonic() + timeout, timeout)
-    with _listen(own_address(), world_size) as listener:
+    with _listen(own_address(store), world_size) as listener:
         host, port = listener.getsockname()[:2]
         if rank == 0:
             store.set(f"{prefix}/run", secrets.token_hex(RUN_ID_BYTES))
@@ -151,7 +151,7 @@ def _connect(address: Address, peer: int, meeting: _Meeting) -> socket.socket:
             raise
         connection.close()
         time.sleep(POLL_SECONDS)
-    raise meeting.missing([peer], "could not connect to every lower rank")
+    raise meeting.missing([peer], f"could not connect to {address[0]} port {address[1]}")
 
 
 def _introduce(connection: socket.socket, meeting: _Meeting) -> Hello | None:
@@ -277,7 +277,8 @@ def _accept(listener: socket.socket, sockets: dict[int, socket.socket], meeting:
     try:
         while missing := set(range(meeting.hello.rank + 1, meeting.hello.world_size)) - set(sockets):
             if meeting.seconds_left() <= 0:
-                raise meeting.missing(missing, "was not called by every higher rank")
+                host, port = listener.getsockname()[:2]
+                raise meeting.missing(missing, f"was not called at {host} port {port} by every higher rank")
             reception.serve()
     finally:
         reception.close()

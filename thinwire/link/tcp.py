@@ -24,14 +24,15 @@ from multiprocessing.util import Finalize
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import LinkError, PeerLost, PlanMismatch, RemoteError
-from thinwire.link.base import LOOK_UP_SECONDS, Link, Work, where
-from thinwire.link.connection import Connection
-from thinwire.link.frames import ABORT, GOODBYE, HEADER_BYTES, LOST, encode_reason
+from thinwire.errors import LinkError, PlanMismatch
+from thinwire.link.base import LOOK_UP_SECONDS, Link, Work, check_timeout, where
+from thinwire.link.connection import Connection, Failure
+from thinwire.link.frames import ABORT, FRAME_BYTES, GOODBYE, Farewell
 from thinwire.link.rendezvous import connect_mesh
 from thinwire.types import Moment
 
 CLOSE_SECONDS = 5.0  # close() gives up on a peer that takes no byte for so long
+CLOSE_POLL_SECONDS = 0.002  # between looks at what a peer has taken: nothing wakes us when its last byte is there
 
 
 class TcpLink(Link):
@@ -48,9 +49,10 @@ class TcpLink(Link):
         timeout: seconds of silence after which a wait gives up, and the time that all ranks have to come together.
     """
 
-    header_bytes = HEADER_BYTES
+    header_bytes = FRAME_BYTES
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 300.0) -> None:
+        check_timeout(timeout)
         group = group or dist.group.WORLD
         if group is None or dist.get_rank(group) < 0:
             raise ValueError("a TcpLink needs an initialised process group that this rank is a member of.")
@@ -73,8 +75,7 @@ class TcpLink(Link):
         for connection in self._connections.values():
             self._watch(connection)
         _live_links.add(self)
-        # Processes that multiprocessing has started end without atexit, but with this.
-        Finalize(None, _close_all, exitpriority=100)
+        _watch_for_the_end()
         self._thread = threading.Thread(target=self._pump, name=f"thinwire-tcp-{self.rank}", daemon=True)
         self._thread.start()
 
@@ -85,10 +86,11 @@ class TcpLink(Link):
         if self.failure is not None:
             return _Doomed(self)
         connection = self._connections[dst]
-        sending = connection.send_tensor(tensor, self.moment)
-        if connection.wants_to_send:
-            self._wake()
-        return sending
+        try:
+            return connection.send_tensor(tensor, self.moment)
+        finally:  # also when Ctrl-C comes after the message was queued
+            if connection.wants_to_send:
+                self._wake()
 
     def _post(self, tensor: torch.Tensor, src: int) -> Work:
         if self.failure is not None:
@@ -97,7 +99,7 @@ class TcpLink(Link):
         try:
             receiving = connection.post(tensor, self.moment)
         except PlanMismatch as error:
-            self._fail(error, tell=str(error))
+            self._fail(error, Farewell(ABORT, self.rank, str(error)))
             return _Doomed(self)
         if connection.is_held:
             self._wake()
@@ -110,16 +112,16 @@ class TcpLink(Link):
             return
         text = str(failure)
         if not isinstance(failure, PlanMismatch):  # which says so itself
-            text = f"{text}; rank {self.rank} was {where(moment)}."
+            text = f"{text.removesuffix('.')}; rank {self.rank} was {where(moment)}."
         # A new exception each time: one that is raised by several waits would collect all their tracebacks.
         raise type(failure)(text, rank=failure.rank, peer=failure.peer)
 
     def abort(self, reason: str) -> None:
         """Tell every peer that this rank has failed and why: their waits raise `RemoteError`, ours `LinkError`."""
-        self._fail(self._own_failure(f"rank {self.rank} aborted: {reason}"), tell=reason)
+        self._fail(self._own_failure(f"rank {self.rank} aborted: {reason}"), Farewell(ABORT, self.rank, reason))
 
     def close(self) -> None:
-        """Say goodbye, let what is queued leave, and close the connections. Closing twice is fine."""
+        """Say goodbye, let what is queued arrive, and close the connections. Closing twice is fine."""
         if self._closing:  # looked at without the lock, which may be held for ever in a forked child
             return
         with self._failing:
@@ -143,13 +145,15 @@ class TcpLink(Link):
     def _pump(self) -> None:
         try:
             while not self._finished():
-                for key, events in self._selector.select(timeout=None if self._leaving_since is None else 0.1):
+                timeout = None if self._leaving_since is None else CLOSE_POLL_SECONDS
+                for key, events in self._selector.select(timeout):
                     if key.data is None:
                         self._answer_alarm()
                     else:
                         self._serve(key.data, events)
         except Exception as error:  # ours, and nobody may wait for ever because of it
-            self._fail(self._own_failure(f"rank {self.rank}'s link broke: {error!r}"), tell=repr(error))
+            failure = self._own_failure(f"rank {self.rank}'s link broke: {error!r}")
+            self._fail(failure, Farewell(ABORT, self.rank, repr(error)))
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:
@@ -157,9 +161,12 @@ class TcpLink(Link):
                 connection.flush()
             if events & selectors.EVENT_READ:
                 connection.read()
-        except LinkError as error:
+        except Failure as failure:
             connection.give_up()
-            self._fail(error, tell=str(error))
+            self._fail_unless_leaving(failure.error, failure.farewell)
+        except PlanMismatch as error:
+            connection.give_up()
+            self._fail_unless_leaving(error, Farewell(ABORT, self.rank, str(error)))
         self._watch(connection)
 
     def _answer_alarm(self) -> None:
@@ -168,7 +175,8 @@ class TcpLink(Link):
         except BlockingIOError:
             pass
         for connection in self._connections.values():
-            # A receive was posted for a frame that had to wait. Its payload may be empty: then no byte will wake us.
+            # A receive was posted for a frame that had to wait. If it does not belong it is refused now: the bytes that
+            # it promises may never come.
             self._serve(connection, selectors.EVENT_READ if connection.is_held and connection.wants_to_read else 0)
 
     def _watch(self, connection: Connection) -> None:
@@ -187,13 +195,16 @@ class TcpLink(Link):
             self._selector.modify(connection.socket, wanted, connection)
 
     def _finished(self) -> bool:
-        """Closing, and nothing is left that a peer might still take."""
+        """Closing, and nothing is on its way any more that a peer might still take."""
         if self._leaving_since is None:
             return False
         earliest = time.monotonic() - min(self.timeout, CLOSE_SECONDS)
         return not any(
-            connection.wants_to_send and max(connection.accepted_at, self._leaving_since) > earliest
-            for connection in self._connections.values()
+            # A list: whoever is looked at first must not keep the others from being shut down.
+            [
+                connection.still_leaving() and max(connection.accepted_at, self._leaving_since) > earliest
+                for connection in self._connections.values()
+            ]
         )
 
     def _wake(self) -> None:
@@ -207,7 +218,12 @@ class TcpLink(Link):
 
     # --- failing and leaving
 
-    def _fail(self, failure: LinkError, tell: str | None = None) -> None:
+    def _fail_unless_leaving(self, failure: LinkError, farewell: Farewell) -> None:
+        """Whoever has heard our goodbye may hang up, and whoever has said goodbye has nothing to complain about."""
+        if not self._closing:
+            self._fail(failure, farewell)
+
+    def _fail(self, failure: LinkError, farewell: Farewell | None = None) -> None:
         """End every wait, now and later, with the first failure, and tell the peers.
 
         They are told of a lost or failed rank too, although it has a connection to each of them: what we say when we
@@ -221,25 +237,18 @@ class TcpLink(Link):
             self.failure = failure
             # Still under the lock: a wait that fails now may lead to close(), whose goodbye must not overtake this.
             for connection in self._connections.values():
-                if tell is not None:
+                if farewell is not None:
                     connection.drop_unsent()
-                    connection.farewell(*self._as_told(failure, tell), self.moment)
+                    connection.farewell(farewell.kind, farewell.encode(), self.moment)
                 connection.wake_all()
         self._wake()
-
-    def _as_told(self, failure: LinkError, reason: str) -> tuple[int, bytes]:
-        """The kind and the payload of the frame that tells the peers of a failure."""
-        if isinstance(failure, PeerLost | RemoteError):
-            reason = reason.split(": ", 1)[1]  # the peers put their own words before it
-            return LOST if isinstance(failure, PeerLost) else ABORT, encode_reason(failure.peer, reason)
-        return ABORT, encode_reason(self.rank, reason)
 
     def _own_failure(self, text: str) -> LinkError:
         return LinkError(text, rank=self.rank, peer=self.rank)
 
     def _drop_descriptors(self) -> None:
         for connection in self._connections.values():
-            connection.socket.close()  # never shutdown(): that would reach through to a parent's connection
+            connection.socket.close()  # no shutdown() here: a child's would reach through to its parent's connection
         self._selector.close()
         self._alarm.close()
         self._waker.close()
@@ -264,22 +273,41 @@ class _Doomed(Work):
         self._link.raise_failure(self._moment)
 
 
+# --- the end of the process
+
 _live_links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
+_watched_pid: int | None = None
+
+
+def _watch_for_the_end() -> None:
+    """Once per process; a forked child that builds a link of its own is another."""
+    global _watched_pid
+    if _watched_pid == os.getpid():
+        return
+    # Processes that multiprocessing has started end without atexit, but with this.
+    Finalize(None, _close_all, exitpriority=100)
+    _watched_pid = os.getpid()
 
 
 def _close_all() -> None:
-    error = _what_ended_us()
+    reason = _what_ended_us()
     for link in list(_live_links):
-        if error is not None:
-            link.abort(f"{type(error).__name__}: {error}")
+        if reason is not None:
+            link.abort(reason)
         link.close()
 
 
-def _what_ended_us() -> BaseException | None:
-    """The exception that nobody caught, if there was one: being raised, or printed already."""
+def _what_ended_us() -> str | None:
+    """The exception that nobody caught, if there was one: being raised, or printed already. None if all is well.
+
+    Of a `sys.exit` nothing is left by now, except in a process of multiprocessing; peers then see that we have left.
+    """
+    if hasattr(sys, "ps1"):  # at a prompt, where the last exception was only a mistake in typing
+        return None
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    at_a_prompt = hasattr(sys, "ps1")  # where the last exception was only a mistake in typing
-    return None if at_a_prompt or isinstance(error, SystemExit) else error
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return None
+    return f"{type(error).__name__}: {error}"
 
 
 def _forget_all_in_child() -> None:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.link.base import LOOK_UP_SECONDS, Work, check_message
-from thinwire.link.frames import Header, digest, dtype_code, name_of
+from thinwire.errors import LinkTimeout
+from thinwire.link.base import LOOK_UP_SECONDS, Work, check_message, where
+from thinwire.link.frames import (
+    FRAME_BYTES,
+    HEADER_BYTES,
+    Header,
+    digest,
+    dtype_code,
+    encode_header,
+    encode_trailer,
+    name_of,
+)
 from thinwire.types import Moment
 
 if TYPE_CHECKING:
@@ -17,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own memory, whatever its dtype (numpy has no bfloat16). Each call below costs a microsecond."""
+    """A contiguous tensor's own memory, whatever its dtype (numpy has no bfloat16). Each call costs a microsecond."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.dim() != 1:
-        tensor = tensor.reshape(-1)
+    if tensor.dim() != 1 or tensor.stride(0) != 1:  # one element is contiguous, whatever its stride
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
     if tensor.dtype != torch.uint8:
         tensor = tensor.view(torch.uint8)
     return tensor.numpy().data
@@ -61,7 +72,7 @@ class Transfer(Work):
         while not self._woken and link.failure is None:
             silent = time.monotonic() - max(start, self._last_byte())
             if silent >= link.timeout:
-                raise link._timed_out(self.connection.peer, self.moment)
+                raise self._timed_out()
             self._bell.acquire(timeout=min(link.timeout - silent, LOOK_UP_SECONDS))
         link.raise_failure(self.moment)
         if not self.whole:
@@ -70,23 +81,77 @@ class Transfer(Work):
     def _last_byte(self) -> float:
         raise NotImplementedError
 
+    def _timed_out(self) -> LinkTimeout:
+        raise NotImplementedError
+
 
 class Sending(Transfer):
-    """A frame that leaves, and the bytes of it that are still here."""
+    """A frame that leaves.
 
-    views: list[memoryview]
-    started = False
+    How far it has come is told by `taken` alone: the bytes that the kernel has taken, call by call. Ctrl-C may end the
+    caller's thread between any two steps here, so everything else either follows from `taken` or can be done again.
+    """
 
-    def advance(self, sent: int) -> None:
-        """Drop the bytes that the kernel has taken."""
-        self.started = True
-        while self.views and sent >= len(self.views[0]):
-            sent -= len(self.views.pop(0))
-        if sent:
-            self.views[0] = self.views[0][sent:]
+    sequence: int
+    _header: bytes | None = None
+    _summed = (0, 0)  # so many bytes of the payload have this crc
+
+    def __init__(
+        self, connection: Connection, tensor: torch.Tensor, moment: Moment, kind: int, payload: memoryview, code: int
+    ) -> None:
+        super().__init__(connection, tensor, moment)
+        self._kind, self._payload, self._code = kind, payload, code
+        self.taken: list[int] = []
+
+    @property
+    def started(self) -> bool:
+        return any(self.taken)
+
+    @property
+    def gone(self) -> bool:
+        return sum(self.taken) == FRAME_BYTES + len(self._payload)
+
+    def begin(self, run_id: bytes, sequence: int) -> None:
+        """It is this frame's turn. Before that it has no number, and can be dropped without leaving a gap."""
+        if self._header is not None:
+            return
+        step, plan, collective = self.moment
+        self.sequence = sequence
+        self._header = encode_header(
+            Header(self._kind, self._code, run_id, sequence, step, digest(plan), digest(collective), len(self._payload))
+        )
+
+    def next_pieces(self, room: int) -> list[bytes | memoryview]:
+        """What is to leave next: at most `room` bytes of the payload, and what goes before and after them."""
+        assert self._header is not None
+        sent, size = sum(self.taken), len(self._payload)
+        self.taken = [sent]
+        first = max(sent - HEADER_BYTES, 0)
+        last = min(first + room, size)
+        pieces: list[bytes | memoryview] = [self._header[sent:], self._payload[first:last]]
+        crc = self._crc(last)
+        if last == size:
+            pieces.append(encode_trailer(crc)[max(first - size, 0) :])
+        return pieces
+
+    def _crc(self, size: int) -> int:
+        """Of the first `size` bytes. Every byte is read once, by whoever is about to send it."""
+        done, crc = self._summed
+        if done < size:
+            crc = zlib.crc32(self._payload[done:size], crc)
+            self._summed = (size, crc)
+        return crc
 
     def _last_byte(self) -> float:
         return self.connection.accepted_at
+
+    def _timed_out(self) -> LinkTimeout:
+        link, peer = self.connection.link, self.connection.peer
+        return LinkTimeout(
+            f"rank {peer} took no byte from rank {link.rank} for {link.timeout:g} s {where(self.moment)}.",
+            rank=link.rank,
+            peer=peer,
+        )
 
 
 class Receiving(Transfer):
@@ -114,3 +179,6 @@ class Receiving(Transfer):
 
     def _last_byte(self) -> float:
         return self.connection.heard_at
+
+    def _timed_out(self) -> LinkTimeout:
+        return self.connection.link._timed_out(self.connection.peer, self.moment)
