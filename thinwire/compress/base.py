@@ -43,7 +43,7 @@ class Shortlist:
         """Prepare for a step that will want `k` entries, when the smallest of them was `smallest` this time."""
         drift = min(max(smallest / self._smallest, 0.5), 2.0) if self._smallest < float("inf") else 1.0
         self._smallest = smallest if smallest > 0 else float("inf")
-        self.threshold = self._smallest * drift * self._MARGIN
+        self.threshold = self._smallest * drift**0.5 * self._MARGIN  # half-way: growth slows down
         self.reserve(k)
 
     def reserve(self, k: int) -> None:
