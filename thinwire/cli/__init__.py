@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 import thinwire
-from thinwire.cli import bench
+from thinwire.cli import bench, lab
 from thinwire.cli.options import Ratio
 
 app = typer.Typer(
     help="Train PyTorch models over thin, unpredictable wires.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(lab.app, name="lab")
 
 
 def _version(wanted: bool) -> None:

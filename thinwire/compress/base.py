@@ -146,7 +146,7 @@ def compensate(
         exact(scale),
         x.numpy(),
         offset,
-        exact(min(shortlist.threshold, np.finfo(exact).max)),
+        exact(min(shortlist.threshold, float(np.finfo(exact).max))),
         shortlist.indices,
         shortlist.values,
         shortlist.count,
