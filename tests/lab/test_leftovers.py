@@ -1,0 +1,94 @@
+"""However a lab ends, nothing stays behind, and nobody else is hit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from tests.lab.leftovers import left_behind
+from tests.lab.networks import lab
+from thinwire.lab import namespaces, registry
+
+pytestmark = pytest.mark.lab
+
+MAIN = """
+import sys, types
+thinwire = types.ModuleType("thinwire")
+thinwire.__path__ = [sys.argv[1]]
+sys.modules["thinwire"] = thinwire
+from subprocess import PIPE
+from thinwire.lab.lab import Lab
+with Lab(3) as lab:
+    script = "sleep 600 & sleep 600 & echo up; wait"
+    started = [lab.start(host, ["sh", "-c", script], stdout=PIPE) for host in range(3)]
+    for process in started:
+        process.stdout.readline()
+    print(lab.relay.pid, flush=True)
+    started[0].wait()
+"""
+
+
+def start_main() -> subprocess.Popen[str]:
+    """A process with a lab and nine processes in it, without torch, so that it starts fast."""
+    command = [sys.executable, "-I", "-S", "-c", MAIN, str(Path(thinwire.__file__).parent)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_lab_leaves_nothing(seed: int, folder: Path, quiet: None) -> None:
+    with start_main() as main:
+        time.sleep(random.Random(seed).uniform(0, 0.35))  # not to wait for anything: any moment is a good one to die
+        main.send_signal([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT][seed % 4])
+    registry.clean()
+    assert left_behind(folder) == ([], [])
+
+
+def test_a_lab_and_its_relay_killed_together_are_cleaned_by_the_next_call(folder: Path, quiet: None) -> None:
+    with start_main() as main:
+        assert main.stdout is not None
+        relay = int(main.stdout.readline())
+        entry = registry.read(folder / str(main.pid))
+        assert entry is not None and entry.relay == relay
+        os.kill(relay, signal.SIGKILL)
+        main.kill()
+    networks = dict(entry.networks)
+    assert len(namespaces.inhabitants(networks)) == 9
+    assert "whose process had died" in registry.clean()[0]
+    assert namespaces.inhabitants(networks) == []
+    assert left_behind(folder) == ([], [])
+
+
+def test_a_reused_inode_or_number_never_hits_a_stranger(folder: Path) -> None:
+    with lab(1) as stranger:
+        living = stranger.start(0, ["sleep", "600"])
+        entry, place = registry.register(hosts=1, network="test", truth="")
+        inode = os.fstat(stranger._networks[0]).st_ino
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        # A dead lab whose network had the inode that the stranger's has now, and whose relay had our own number.
+        facts = {**entry.__dict__, "main": dead.pid, "main_start": 1, "relay": os.getpid(), "relay_start": 1}
+        registry.write(place, registry.Entry(**{**facts, "networks": [(inode, 12345)]}))
+        registry.clean()
+        assert not place.exists()
+        assert living.poll() is None
+
+
+def test_a_lab_of_before_the_last_boot_is_only_forgotten(folder: Path) -> None:
+    entry, place = registry.register(hosts=1, network="test", truth="")
+    registry.write(place, registry.Entry(**{**entry.__dict__, "boot": "another"}))
+    assert registry.clean() == [f"removed lab {entry.id}, of before the last boot"]
+
+
+def test_a_block_that_raises_leaves_nothing(folder: Path, quiet: None) -> None:
+    with pytest.raises(ZeroDivisionError), lab(2) as two:
+        two.start(1, ["sh", "-c", "sleep 600 & wait"])
+        _ = 1 / 0
+    assert left_behind(folder) == ([], [])

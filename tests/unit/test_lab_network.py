@@ -1,0 +1,403 @@
+"""The lab's model and its words, without a single packet of the kernel's."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from thinwire.lab import profiles
+from thinwire.lab.network import Change, Conditions
+from thinwire.lab.schedule import Schedule, read_trace
+from thinwire.lab.settings import change_from_words, heal, partition, read_values
+from thinwire.lab.switch import LEAST_PACKETS, Switch
+from thinwire.link.wire import Arrival, Wire
+from thinwire.types import Network
+
+MTU = 1500
+
+
+def switch(hosts: int = 2, site: list[int] | None = None, seed: int = 0, **words: object) -> Switch:
+    conditions = Conditions(hosts, site)
+    conditions.apply(Change(values=read_values(words)))
+    return Switch(conditions, MTU, seed)
+
+
+def deliveries(emulated: Switch, until: float = math.inf) -> list[tuple[float, int, bytes]]:
+    """Everything that is delivered until then, and when."""
+    seen = []
+    while (now := emulated.next_time()) <= until and math.isfinite(now):
+        seen += [(now, host, packet) for host, packet in emulated.advance(now)]
+    return seen
+
+
+# --- queues
+
+
+def test_an_idle_route_takes_its_latency_and_the_bytes_over_the_rate() -> None:
+    emulated = switch(latency="5ms", rate="8mbit")
+    emulated.enter(0, 1, bytes(1000), 2.0)
+    [(time, host, packet)] = deliveries(emulated)
+    assert time == pytest.approx(2.0 + 0.005 + 0.001)
+    assert (host, packet) == (1, bytes(1000))
+
+
+def test_packets_leave_one_after_the_other() -> None:
+    emulated = switch(latency="5ms", rate="8mbit")
+    for _ in range(3):
+        emulated.enter(0, 1, bytes(1000), 0.0)
+    assert [time for time, _, _ in deliveries(emulated)] == pytest.approx([0.006, 0.007, 0.008])
+
+
+def test_equal_rates_are_the_physics_of_the_wire() -> None:
+    alpha, beta = 0.003, 1e-6
+    emulated = switch(4, latency="3ms", rate="8mbit")
+    wire: Wire[int] = Wire(Network(alpha=alpha, beta=beta), 4)
+    sends = [(i * 0.0007, (i * 7) % 4, (i * 7 + 1 + i % 3) % 4, 200 + 37 * (i % 29)) for i in range(120)]
+    for number, (time, src, dst, size) in enumerate(sends):
+        emulated.enter(src, dst, number.to_bytes(2, "big") + bytes(size - 2), time)
+        wire.send(src, dst, size, time, number)
+    expected = {}
+    while (event := wire.next()) is not None:
+        assert isinstance(event[1], Arrival)
+        expected[event[1].message] = event[0]
+    got = {int.from_bytes(packet[:2], "big"): time for time, _, packet in deliveries(emulated)}
+    assert got == pytest.approx(expected)
+
+
+def test_a_slow_ingress_is_shared_by_its_senders() -> None:
+    emulated = switch(3, latency="1ms", up="80mbit", down="8mbit")
+    for src in (0, 1):
+        for _ in range(10):
+            emulated.enter(src, 2, bytes(1000), 0.0)
+    times = [time for time, _, _ in deliveries(emulated)]
+    assert times[-1] == pytest.approx(0.001 + 20 * 0.001)
+
+
+def test_slow_senders_fill_a_fast_ingress_together() -> None:
+    emulated = switch(5, latency="1ms", up="8mbit", down="32mbit")
+    for src in range(4):
+        for _ in range(10):
+            emulated.enter(src, 4, bytes(1000), 0.0)
+    times = [time for time, _, _ in deliveries(emulated)]
+    # Each sender needs 10 ms; four at once just fill the ingress. The last packets may wait for each other.
+    assert 0.011 <= times[-1] <= 0.011 + 3 * 0.00025 + 1e-9
+
+
+def test_a_full_queue_drops_at_its_tail() -> None:
+    emulated = switch(latency="1ms", rate="8mbit")
+    for number in range(200):
+        emulated.enter(0, 1, bytes([number]) * MTU, 0.0)
+    kept = [packet[0] for _, _, packet in deliveries(emulated)]
+    assert kept == list(range(LEAST_PACKETS + 1))  # and the one that is served
+    assert emulated.counts["dropped_egress"] == 200 - LEAST_PACKETS - 1
+
+
+def test_a_queue_holds_a_bandwidth_delay_product() -> None:
+    emulated = switch(latency="50ms", rate="80mbit")  # 1 MB on a round trip of 100 ms
+    for _ in range(1000):
+        emulated.enter(0, 1, bytes(MTU), 0.0)
+    assert emulated.counts["dropped_egress"] == 1000 - 1_000_000 // MTU - 1
+
+
+def test_a_queue_can_be_given_in_packets() -> None:
+    emulated = switch(latency="50ms", rate="80mbit", queue=10)
+    for _ in range(100):
+        emulated.enter(0, 1, bytes(MTU), 0.0)
+    assert len(deliveries(emulated)) == 11  # ten that wait, and the one that is served
+
+
+def test_the_line_of_a_site_is_shared_and_the_site_itself_is_fast() -> None:
+    emulated = switch(4, site=[0, 0, 1, 1], latency="1ms", rate="80mbit")
+    emulated.change(Change(values={"line": 1e6}), 0.0)
+    for src in (0, 1):
+        for _ in range(10):
+            emulated.enter(src, 2, bytes(1000), 0.0)
+    emulated.enter(0, 1, bytes(1000), 0.0)
+    times = {host: time for time, host, _ in deliveries(emulated)}
+    assert times[2] == pytest.approx(0.001 + 20 * 0.001 + 0.0001, rel=0.01)
+    assert times[1] < 0.003
+
+
+# --- chance
+
+
+def test_loss_is_what_was_asked() -> None:
+    emulated = switch(loss="5%", latency="1ms")
+    for number in range(50_000):
+        emulated.enter(0, 1, b"packet", number * 1e-5)
+    assert emulated.counts["lost"] == pytest.approx(2500, rel=0.1)
+
+
+def test_the_same_seed_loses_the_same_packets() -> None:
+    runs = []
+    for _ in range(2):
+        emulated = switch(loss="10%", latency="1ms", seed=7)
+        for number in range(100):
+            emulated.enter(0, 1, bytes([number]), 0.0)
+        runs.append([packet for _, _, packet in deliveries(emulated)])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("distribution", "deviation"), [("uniform", 2 / math.sqrt(3)), ("normal", 2.0)])
+def test_jitter_is_distributed_as_asked(distribution: str, deviation: float) -> None:
+    emulated = switch(latency="20ms", jitter="2ms", distribution=distribution, reorder=True)
+    for number in range(20_000):
+        emulated.enter(0, 1, number.to_bytes(4, "big"), number * 0.001)
+    delays = [(time - int.from_bytes(packet, "big") * 0.001) * 1e3 for time, _, packet in deliveries(emulated)]
+    assert statistics.mean(delays) == pytest.approx(20, abs=0.05)
+    assert statistics.stdev(delays) == pytest.approx(deviation, rel=0.03)
+    if distribution == "uniform":
+        assert 18 <= min(delays) and max(delays) <= 22
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+def test_only_jitter_that_may_reorder_does(reorder: bool) -> None:
+    emulated = switch(latency="20ms", jitter="5ms", reorder=reorder)
+    for number in range(500):
+        emulated.enter(0, 1, number.to_bytes(2, "big"), number * 0.0005)
+    order = [packet for _, _, packet in deliveries(emulated)]
+    assert (order == sorted(order)) is not reorder
+
+
+# --- changes
+
+
+def test_a_rate_that_falls_slows_what_waits() -> None:
+    emulated = switch(latency="1ms", rate="8mbit")
+    for _ in range(10):
+        emulated.enter(0, 1, bytes(1000), 0.0)
+    early = deliveries(emulated, until=0.006)
+    emulated.change(change_from_words({"rate": "0.8mbit"}, 2), 0.006)
+    late = [time for time, _, _ in deliveries(emulated)]
+    assert len(early) == 5
+    # At 6 ms the egress has sent 6 packets and the ingress has passed on 5; the rest takes ten times as long.
+    assert late == pytest.approx([0.006 + 0.01 * n for n in range(1, 6)], abs=0.0021)
+
+
+def test_a_rate_that_rises_frees_a_packet_that_would_have_taken_minutes() -> None:
+    emulated = switch(latency="1ms", rate="80bit")
+    emulated.enter(0, 1, bytes(1000), 0.0)
+    assert deliveries(emulated, until=1.0) == []
+    emulated.change(change_from_words({"rate": "1gbit"}, 2), 1.0)
+    [(time, _, _)] = deliveries(emulated)
+    assert time < 1.05
+
+
+def test_a_latency_that_falls_brings_closer_what_is_in_flight_and_keeps_its_order() -> None:
+    emulated = switch(latency="300ms")
+    for number in range(5):
+        emulated.enter(0, 1, bytes([number]), number * 0.01)
+    emulated.change(change_from_words({"latency": "10ms"}, 2), 0.05)
+    emulated.enter(0, 1, bytes([5]), 0.051)
+    arrived = deliveries(emulated)
+    assert [packet[0] for _, _, packet in arrived] == list(range(6))
+    assert arrived[-1][0] == pytest.approx(0.061)
+
+
+def test_a_packet_that_waits_is_sent_by_the_new_latency() -> None:
+    emulated = switch(latency="10ms", rate="8mbit")
+    for _ in range(3):
+        emulated.enter(0, 1, bytes(1000), 0.0)
+    emulated.change(change_from_words({"latency": "100ms"}, 2), 0.0005)
+    assert [time for time, _, _ in deliveries(emulated)] == pytest.approx([0.011, 0.102, 0.103])
+
+
+def test_a_partition_stops_both_ways_or_one_and_heals() -> None:
+    emulated = switch(4, latency="10ms")
+    emulated.change(partition("0,1|2", 4), 0.0)
+    emulated.change(partition("3>0", 4), 0.0)
+    for src, dst in emulated.conditions.all_pairs():
+        emulated.enter(src, dst, bytes([src, dst]), 0.0)
+    through = {(packet[0], packet[1]) for _, _, packet in deliveries(emulated)}
+    cut = {(0, 2), (1, 2), (2, 0), (2, 1), (3, 0)}
+    assert through == set(emulated.conditions.all_pairs()) - cut
+    assert emulated.counts["blocked"] == len(cut)
+    emulated.change(heal(), 1.0)
+    emulated.enter(2, 0, b"again", 1.0)
+    assert len(deliveries(emulated)) == 1
+
+
+def test_a_cut_swallows_what_is_in_flight() -> None:
+    emulated = switch(latency="200ms")
+    emulated.enter(0, 1, b"packet", 0.0)
+    emulated.change(partition("0|1", 2), 0.1)
+    assert deliveries(emulated) == []
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"latency": "5"}, "write it with one of"),
+        ({"latency": 5}, "has no unit"),
+        ({"latency": "-5ms"}, "is not a time"),
+        ({"rate": "100"}, "is not a rate"),
+        ({"rate": "0mbit"}, "use a partition"),
+        ({"loss": "120%"}, "at most 100%"),
+        ({"distribution": "pareto"}, "uniform, normal"),
+        ({"latncy": "5ms"}, "Did you mean 'latency'?"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_the_way_out(words: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match="(?i)" + complaint.replace("?", r"\?").replace("'", "'")):
+        read_values(words)
+
+
+@pytest.mark.parametrize("text", ["0,1", "0|0", "0|9", "0>1>2", "a|b", ""])
+def test_a_partition_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        partition(text, 4)
+
+
+def test_a_change_of_a_host_touches_its_rates_and_all_its_routes() -> None:
+    conditions = Conditions(3)
+    conditions.apply(change_from_words({"latency": "9ms", "rate": "8mbit"}, 3, host=2))
+    assert conditions.up == [math.inf, math.inf, 1e6]
+    assert [conditions.routes[0][1].latency, conditions.routes[0][2].latency, conditions.routes[2][1].latency] == [
+        0,
+        0.009,
+        0.009,
+    ]
+
+
+def test_a_pair_has_no_rate() -> None:
+    with pytest.raises(ValueError, match="belongs to a host"):
+        change_from_words({"rate": "8mbit"}, 3, pair="0:1")
+
+
+# --- schedules and profiles
+
+
+def at(schedule: Schedule, hosts: int, time: float) -> Conditions:
+    conditions = Conditions(hosts, schedule.site or None)
+    for change in schedule.changes:
+        if change.at <= time:
+            conditions.apply(change)
+    return conditions
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_every_profile_makes_a_network_for_any_number_of_hosts(name: str) -> None:
+    for hosts in (2, 3, 8):
+        schedule = profiles.schedule(name, hosts)
+        now = at(schedule, hosts, 0.0)
+        assert all(math.isfinite(rate) for rate in now.up + now.down)
+        assert all(now.routes[src][dst].latency > 0 for src, dst in now.all_pairs())
+        assert profiles.load(name).about
+
+
+def test_c2_is_the_papers_table() -> None:
+    table = {0: (1, 25), 4: (2, 20), 8: (4, 15), 12: (8, 10), 16: (16, 5), 20: (32, 1), 24: (32, 1)}
+    table |= {28: (16, 5), 32: (8, 10), 36: (4, 15), 40: (2, 20), 44: (1, 25), 49: (1, 25)}
+    schedule = profiles.schedule("c2", 2, epoch=2.0)
+    for epoch, (ms, gbit) in table.items():
+        now = at(schedule, 2, epoch * 2.0 + 0.1)
+        assert now.routes[0][1].latency == pytest.approx(ms / 1e3)
+        assert now.up[0] * 8 == pytest.approx(gbit * 1e9)
+
+
+def test_c1_is_the_papers_table() -> None:
+    schedule = profiles.schedule("c1", 2, epoch=1.0)
+    for epoch, expected in {0: (1, 25), 11: (1, 25), 12: (1, 1), 24: (50, 1), 35: (50, 1), 36: (50, 25)}.items():
+        now = at(schedule, 2, epoch + 0.5)
+        assert (now.routes[0][1].latency * 1e3, now.up[0] * 8e-9) == pytest.approx(expected)
+
+
+def test_scale_divides_rates_and_says_so_and_speed_divides_times() -> None:
+    schedule = profiles.schedule("c2", 2).scaled(50).faster(10)
+    assert at(schedule, 2, 20.5).up[0] * 8 == pytest.approx(20e6)
+    assert "divided by 50" in schedule.notes[0] and "20 Mbit/s to 500 Mbit/s" in schedule.notes[0]
+    assert max(change.at for change in schedule.changes) == pytest.approx(44.0)
+
+
+def test_what_is_pinned_stays_whatever_the_schedule_says() -> None:
+    schedule = profiles.schedule("c2", 2).pinned(read_values({"latency": "7ms"}))
+    assert {at(schedule, 2, time).routes[1][0].latency for time in (0, 100, 250, 500)} == {0.007}
+    assert at(schedule, 2, 250).up[0] * 8 == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize("name", ["lte", "unpredictable"])
+def test_a_walk_stays_in_its_ranges_and_follows_its_seed(name: str) -> None:
+    one, same, other = (profiles.schedule(name, 3, seed=seed) for seed in (5, 5, 6))
+    assert one == same != other
+    latencies = [float(change.values["latency"]) for change in one.changes if change.cause == "walk"]
+    assert 0.001 <= min(latencies) and max(latencies) <= 0.12
+    assert statistics.pstdev(latencies) > 0.005
+
+
+def test_sites_are_fast_inside_and_share_a_line_between() -> None:
+    now = at(profiles.schedule("cross-region", 5), 5, 0.0)
+    assert now.site == [0, 0, 0, 1, 1]
+    assert now.routes[0][1].latency < 0.001 < now.routes[0][4].latency
+    assert [rate * 8 for rate in now.line] == pytest.approx([1e9, 1e9])
+
+
+def test_home_is_asymmetric() -> None:
+    now = at(profiles.schedule("home", 2), 2, 0.0)
+    assert now.up[0] < now.down[0]
+
+
+BAD = {
+    '[network]\nlatency = "5ms"\n\n[[change]]\nat = "1s"\nlatncy = "3ms"\n': (6, "Did you mean 'latency'?"),
+    '[netwrk]\nlatency = "5ms"\n': (1, "Did you mean 'network'?"),
+    'about = "x"\n\n[network]\nrate = "fast"\n': (4, "is not a rate"),
+    '[[change]]\nat = "1s"\nlatency = "1ms"\n[[change]]\nlatency = "2ms"\n': (4, "needs `at` or `epoch`"),
+    '[[change]]\nat = "1s"\nlatency = "1ms"\n[[change]]\nat = "2s"\nlatency = "2"\n': (6, "write it with one of"),
+    '[walk]\nevery = "1s"\nlength = "9s"\nrate = { low = "1mbit", hgh = "2mbit", step = 1 }\n': (4, "'high'"),
+    '[sites]\nnumber = 2\nbetween = { latecy = "3ms" }\n': (3, "Did you mean 'latency'?"),
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=[complaint for _, complaint in BAD.values()])
+def test_a_wrong_profile_is_refused_with_its_file_and_line(text: str, tmp_path: Path) -> None:
+    line, complaint = BAD[text]
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        profiles.schedule(str(path), 2)
+    assert f"{path}:{line}: " in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_an_unknown_network_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'cross-region'"):
+        profiles.schedule("cros-region", 2)
+
+
+def test_a_profile_may_change_some_and_partition_and_heal(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[change]]\nat = "1s"\nhosts = [1]\nrate = "8mbit"\n'
+        '[[change]]\nat = "2s"\npairs = ["0>2"]\nloss = "5%"\n'
+        '[[change]]\nat = "3s"\npartition = "0|1,2"\n'
+        '[[change]]\nat = "4s"\nheal = true\n'
+    )
+    schedule = profiles.schedule(str(path), 3)
+    assert at(schedule, 3, 1.5).up == [math.inf, 1e6, math.inf]
+    assert at(schedule, 3, 2.5).routes[0][2].loss == 0.05 and at(schedule, 3, 2.5).routes[2][0].loss == 0
+    assert at(schedule, 3, 3.5).routes[2][0].blocked and not at(schedule, 3, 3.5).routes[1][2].blocked
+    assert not at(schedule, 3, 4.5).routes[2][0].blocked
+
+
+def test_a_trace_is_a_table_of_times(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time, rate, latency\n0, 100, 5\n1.5, 20mbit, 50ms\n")
+    first, second = read_trace(path)
+    assert (first.at, second.at) == (0.0, 1.5)
+    assert (first.values["latency"], second.values["latency"]) == (0.005, 0.05)
+    assert second.values["up"] == 2.5e6
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("time,rte\n0,1\n", 1), ("time,rate\n0,1\n1,x\n", 3), ("time,rate\n2,1\n1,1\n", 3)]
+)
+def test_a_wrong_trace_is_refused_with_its_line(text: str, line: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"trace.csv:{line}: "):
+        read_trace(path)

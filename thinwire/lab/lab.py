@@ -1,0 +1,261 @@
+"""Lab: hosts behind an emulated network, for as long as a `with` block lasts.
+
+with Lab(hosts=2, network="cross-region") as lab:
+    process = lab.start(0, ["python", "train.py"])
+    lab.set(latency="200ms")
+    process.wait()
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from thinwire.lab import light, namespaces, profiles, registry, settings
+from thinwire.lab.errors import LabError, LabUnavailable
+from thinwire.lab.network import Change
+from thinwire.lab.relay import CONTROL
+from thinwire.lab.schedule import Schedule
+
+PACKETS_PER_SECOND = 8_000  # what the relay carries on less than half a core, with as many acknowledgements
+LEAST_MTU, MOST_MTU = 1500, 65_000
+MOST_HOSTS = 200
+
+
+class Lab:
+    """Hosts, the network between them, and the relay that is both.
+
+    Args:
+        hosts: how many.
+        network: the network and how it changes: a `Schedule`, a profile's name, or a TOML file; None for no limits.
+        mtu: bytes of a full packet; None for as few packets per second as the relay can carry.
+        seed: of loss and jitter.
+        truth: the file that tells what the network was when; None for one that goes with the lab.
+        tun: the TUN device.
+
+    Attributes:
+        id: the name by which `thinwire lab` commands know it.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        network: Schedule | str | None = None,
+        *,
+        mtu: int | None = None,
+        seed: int = 0,
+        truth: str | os.PathLike[str] | None = None,
+        tun: str | None = None,
+    ) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(f"a lab has 1 to {MOST_HOSTS} hosts, got {hosts}.")
+        self.hosts = hosts
+        self.schedule = network if isinstance(network, Schedule) else profiles.schedule(network, hosts)
+        self.mtu = mtu if mtu is not None else fitting_mtu(self.schedule.peak(hosts))
+        if not 576 <= self.mtu <= MOST_MTU:
+            raise ValueError(f"the MTU must be from 576 to {MOST_MTU} bytes, got {self.mtu}.")
+        self.id = ""
+        self._seed = seed
+        self._truth = str(Path(truth).absolute()) if truth is not None else ""
+        self._tun = tun or os.environ.get(namespaces.TUN_VARIABLE) or namespaces.TUN_PATH
+        self._asking = threading.Lock()
+        self._relay: subprocess.Popen[bytes] | None = None
+        self._owner: socket.socket | None = None
+        self._user = -1
+        self._networks: list[int] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._start = 0.0
+
+    def __enter__(self) -> Lab:
+        registry.clean()
+        entry, folder = registry.register(hosts=self.hosts, network=self.schedule.name, truth=self._truth)
+        self.id, self._truth = entry.id, entry.truth
+        setup = {
+            "hosts": self.hosts,
+            "mtu": self.mtu,
+            "seed": self._seed,
+            "site": self.schedule.site,
+            "changes": [change.to_json() for change in self.schedule.changes],
+            "repeat": self.schedule.repeat,
+            "folder": str(folder),
+            "truth": self._truth,
+            "tun": self._tun,
+        }
+        try:
+            self._start_relay(setup)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that runs in the hosts, and the hosts. Closing twice is fine."""
+        if self._owner is not None:
+            self._owner.close()  # the relay sees this, or our death, and ends
+            self._owner = None
+        if self._relay is not None:
+            self._relay.wait()
+            self._relay = None
+            namespaces.kill_inhabitants(self._inodes())  # nobody is left unless the relay itself was killed
+        while self._started:
+            process = self._started.pop()
+            process.kill()  # one that is not in its host yet was not found there
+            process.wait()
+        for descriptor in (self._user, *self._networks):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._user, self._networks = -1, []
+        if self.id:
+            registry.forget(self.id)
+
+    @property
+    def truth(self) -> Path:
+        """The file that tells what the network was when."""
+        return Path(self._truth)
+
+    @property
+    def relay(self) -> subprocess.Popen[bytes]:
+        """The relay's process."""
+        if self._relay is None:
+            raise RuntimeError("the lab is not open: use it in a `with` block.")
+        return self._relay
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether the hosts together may send more than the relay can carry."""
+        peak = self.schedule.peak(self.hosts)
+        return self.hosts > 1 and math.isfinite(peak) and peak > 2 * PACKETS_PER_SECOND * self.mtu
+
+    # --- processes
+
+    def start(
+        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host. `options` go to `subprocess.Popen`; it is a session of its own, without stdin."""
+        settings.check_host(host, self.hosts)
+        _ = self.relay
+        own, user = self._networks[host], self._user
+        command = light.command("thinwire.lab.enter", "run", str(user), str(own), str(os.getpid()), *argv)
+        inherited = (own,) if user < 0 else (own, user)
+        options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+        process = subprocess.Popen(command, env=env, pass_fds=inherited, **options)
+        self._started.append(process)
+        return process
+
+    def address(self, host: int) -> str:
+        """The IP address of a host."""
+        return namespaces.address(host)
+
+    def inhabitants(self) -> list[int]:
+        """The processes that live in the hosts."""
+        return namespaces.inhabitants(self._inodes())
+
+    def _inodes(self) -> set[int]:
+        return {os.fstat(descriptor).st_ino for descriptor in self._networks}
+
+    # --- the network
+
+    def set(self, *, host: int | None = None, pair: str | None = None, **words: Any) -> float:
+        """Change the network now, for all, one host or one pair: `lab.set(latency="50ms", rate="1gbit", host=3)`.
+
+        Gives the lab's time at which it came true.
+        """
+        return self.change(settings.change_from_words(words, self.hosts, host=host, pair=pair))
+
+    def partition(self, text: str) -> float:
+        """Block what a partition separates: `0,1|2,3`, or one way `0,1>2,3`."""
+        return self.change(settings.partition(text, self.hosts))
+
+    def heal(self) -> float:
+        """Unblock everything."""
+        return self.change(settings.heal())
+
+    def change(self, change: Change) -> float:
+        """Let a change come true now."""
+        return float(self._ask({"do": "change", "change": change.to_json()})["time"])
+
+    def now(self) -> float:
+        """Seconds since the lab's schedule began."""
+        return time.monotonic() - self._start
+
+    def stats(self) -> dict[str, Any]:
+        """What the relay counted: packets by their fate, bytes delivered to each host, its processor seconds."""
+        return self._ask({"do": "stats"})
+
+    # --- the relay
+
+    def _start_relay(self, setup: dict[str, Any]) -> None:
+        self._owner, theirs = socket.socketpair()
+        with theirs:
+            self._relay = subprocess.Popen(
+                light.command("thinwire.lab.relay", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._owner.sendall(json.dumps(setup).encode() + b"\n")
+        line, descriptors, _, _ = socket.recv_fds(self._owner, 1 << 16, self.hosts + 1)
+        if not line:
+            raise LabError(f"the relay ended with code {self._relay.wait()}; its error is above.")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise (LabUnavailable if answer["unavailable"] else LabError)(answer["error"])
+        self._start = answer["start"]
+        if len(descriptors) > self.hosts:
+            self._user = descriptors.pop(0)
+        self._networks = descriptors
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._owner is None:
+            raise RuntimeError("the lab is not open: use it in a `with` block.")
+        with self._asking:
+            return ask(self._owner, request)
+
+
+def ask(relay: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    """One question and the relay's answer."""
+    try:
+        relay.sendall(json.dumps(request).encode() + b"\n")
+        line = relay.makefile("rb").readline()
+    except OSError as error:
+        raise LabError(f"the relay does not answer ({error.strerror}).") from error
+    if not line:
+        raise LabError("the relay has gone.")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def visit(folder: Path) -> socket.socket:
+    """A connection to the relay of any lab of this user."""
+    relay = socket.socket(socket.AF_UNIX)
+    try:
+        relay.connect(str(folder / CONTROL))
+    except OSError as error:
+        relay.close()
+        raise LabError(f"the relay of lab {folder.name} does not answer ({error.strerror}).") from error
+    return relay
+
+
+def fitting_mtu(peak: float) -> int:
+    """Packets large enough that the relay can carry the network's peak, in bytes.
+
+    >>> fitting_mtu(2.5e6), fitting_mtu(250e6), fitting_mtu(math.inf)
+    (1500, 31250, 65000)
+    """
+    wanted = math.inf if math.isinf(peak) else math.ceil(peak / PACKETS_PER_SECOND)
+    return int(min(max(wanted, LEAST_MTU), MOST_MTU))

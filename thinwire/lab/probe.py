@@ -1,0 +1,176 @@
+"""Small programs that measure a network from inside its hosts. They run in a bare interpreter, with plain sockets.
+
+Each says `ready` when others may talk to it, and what it measured as JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+PORT = 7007
+ICMP = struct.Struct("!BBHHH")  # type, code, checksum and identity (both filled in by the kernel), number
+ECHO_REQUEST = 8
+DATAGRAM = struct.Struct("!Qd")  # number, time sent
+PING_BYTES = 56  # of payload; with the ICMP or UDP and the IP header 84 on the wire
+CHUNK = bytes(1 << 18)
+
+
+def main(arguments: Sequence[str]) -> None:
+    programs: dict[str, Callable[..., None]] = {
+        "ping": ping,
+        "count": count,
+        "flood": flood,
+        "sink": sink,
+        "source": source,
+        "mesh": mesh,
+    }
+    name, *rest = arguments
+    try:
+        programs[name](*rest)
+    except (BrokenPipeError, ConnectionResetError):  # whoever was there has gone: the measurement is over
+        sys.stderr.close()
+
+
+def say(fact: object) -> None:
+    print(json.dumps(fact), flush=True)
+
+
+# --- round trips
+
+
+def ping(address: str, number: str, interval: str) -> None:
+    """Say every round trip in seconds, one at a time, `interval` seconds between two; null after 2 s of silence.
+
+    The other host's kernel answers, so no other program's delay is measured.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP) as here:
+        here.connect((address, 0))
+        for i in range(int(number)):
+            sent = time.monotonic()
+            here.send(ICMP.pack(ECHO_REQUEST, 0, 0, 0, i % 65536) + bytes(PING_BYTES))
+            say({"time": sent, "rtt": _answer(here, i % 65536, sent)})
+            time.sleep(max(0.0, sent + float(interval) - time.monotonic()))
+
+
+def _answer(here: socket.socket, number: int, sent: float) -> float | None:
+    """How long the answer to this ping took. An earlier one that comes late is not it."""
+    while (left := sent + 2.0 - time.monotonic()) > 0:
+        here.settimeout(left)
+        try:
+            answer = here.recv(65536)
+        except (TimeoutError, ConnectionError):
+            return None
+        if ICMP.unpack(answer[: ICMP.size])[-1] == number:
+            return time.monotonic() - sent
+    return None
+
+
+# --- one way, datagrams
+
+
+def count(seconds: str) -> None:
+    """Say which datagrams came, when each was sent and how long it took, after `seconds` of silence.
+
+    The hosts are on one machine and share its clock.
+    """
+    seen: list[tuple[int, float, float]] = []
+    with _datagrams() as here:
+        here.settimeout(float(seconds))
+        say("ready")
+        while True:
+            try:
+                data = here.recv(65536)
+            except TimeoutError:
+                break
+            now = time.monotonic()
+            number, sent = DATAGRAM.unpack(data[: DATAGRAM.size])
+            seen.append((number, sent, now - sent))
+    say(seen)
+
+
+def flood(address: str, number: str, per_second: str) -> None:
+    """Send so many datagrams, evenly over time."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
+        here.connect((address, PORT))
+        start = time.monotonic()
+        for i in range(int(number)):
+            while (left := start + i / float(per_second) - time.monotonic()) > 0:
+                time.sleep(left)
+            here.send(DATAGRAM.pack(i, time.monotonic()).ljust(PING_BYTES, b"."))
+    say("sent")
+
+
+# --- streams
+
+
+def sink(interval: str) -> None:
+    """Take one stream and say, every `interval` seconds, how many bytes have come."""
+    with socket.create_server(("", PORT)) as listener:
+        say("ready")
+        stream, _ = listener.accept()
+    room, total = bytearray(1 << 20), 0
+    with stream:
+        due = time.monotonic()
+        while taken := stream.recv_into(room):
+            total += taken
+            if (now := time.monotonic()) >= due:
+                say({"time": now, "bytes": total})
+                due += float(interval)
+
+
+def source(address: str) -> None:
+    """Send a stream for as long as it is taken."""
+    with socket.create_connection((address, PORT)) as stream:
+        while True:
+            stream.sendall(CHUNK)
+
+
+def mesh(mine: str, interval: str, *addresses: str) -> None:
+    """Send to all others and take from them; say every `interval` seconds how many bytes have come from each.
+
+    Connects when a line comes in, because then all are ready, and begins at the next, because then all are connected.
+    """
+    with selectors.DefaultSelector() as selector, socket.create_server((mine, PORT)) as listener:
+        say("ready")
+        sys.stdin.readline()
+        selector.register(listener, selectors.EVENT_READ)
+        for other in addresses:
+            stream = socket.create_connection((other, PORT))
+            stream.setblocking(False)
+            selector.register(stream, selectors.EVENT_WRITE)
+        say("connected")
+        sys.stdin.readline()
+        _exchange(selector, listener, float(interval))
+
+
+def _exchange(selector: selectors.BaseSelector, listener: socket.socket, interval: float) -> None:
+    room, came = bytearray(1 << 18), dict[str, int]()
+    due = time.monotonic() + interval
+    while True:
+        for key, _ in selector.select(max(0.0, due - time.monotonic())):
+            stream = key.fileobj
+            assert isinstance(stream, socket.socket)
+            if stream is listener:
+                incoming, _ = listener.accept()
+                incoming.setblocking(False)
+                selector.register(incoming, selectors.EVENT_READ, data=incoming.getpeername()[0])
+            elif key.data is None:
+                stream.send(CHUNK)
+            else:
+                came[key.data] = came.get(key.data, 0) + stream.recv_into(room)
+        if (now := time.monotonic()) >= due:
+            say({"time": now, "bytes": came})
+            due += interval
+
+
+def _datagrams() -> socket.socket:
+    here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    here.bind(("", PORT))
+    return here

@@ -1,0 +1,365 @@
+"""The process between the hosts: it makes them, carries their packets, and ends them when their lab's process dies.
+
+One thread, one loop, all TUN devices. Runs in a bare interpreter (see `light`), in a session and a network of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from errno import EPERM
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from thinwire.lab import namespaces, registry
+from thinwire.lab.errors import LabError, LabUnavailable, unavailable
+from thinwire.lab.network import Change, Conditions
+from thinwire.lab.switch import Switch
+
+CONTROL = "control"  # the name of the socket in a lab's folder
+BATCH = 64  # packets taken from one host before the others have their turn
+WAKE_UPS_PER_SECOND, SAVED_WAKE_UPS = 2000.0, 50.0
+REST_SECONDS = 350e-6
+LONGEST_SLEEP, MOST_LATENESS = 1.0, 200e-6
+PR_SET_TIMERSLACK = 29
+
+
+class Hosts(NamedTuple):
+    """Descriptors: of the user namespace (-1 for none), of each network, of each device; and each network's names."""
+
+    user: int
+    networks: list[int]
+    devices: list[int]
+    names: list[tuple[int, int]]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve the lab whose process is at the other end of this descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the lab's process, which then ends us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    owner = socket.socket(fileno=int(arguments[0]))
+    setup = json.loads(_line_of(owner))
+    folder = Path(setup["folder"])
+    hosts: Hosts | None = None
+    try:
+        hosts = make_hosts(setup["hosts"], setup["mtu"], setup["tun"])
+        relay = Relay(setup, hosts, owner, folder)
+        _announce(folder, hosts)
+        socket.send_fds(owner, [_line({"start": relay.start})], [fd for fd in (hosts.user, *hosts.networks) if fd >= 0])
+        _prefer_us()
+        relay.run()
+    except LabError as error:
+        owner.sendall(_line({"error": str(error), "unavailable": isinstance(error, LabUnavailable)}))
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the lab's process has died
+    finally:
+        if hosts is not None:
+            namespaces.kill_inhabitants({inode for inode, _ in hosts.names})
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_hosts(number: int, mtu: int, tun_path: str) -> Hosts:
+    """So many networks with a device each; then leave for a network with nothing in it."""
+    user = _enter_a_place_where_we_may()
+    networks, devices, names = [], [], []
+    for host in range(number):
+        network, device = namespaces.new_host(host, mtu, tun_path)
+        networks.append(network)
+        devices.append(device)
+        names.append((os.fstat(network).st_ino, namespaces.cookie()))
+    namespaces.unshare(namespaces.CLONE_NEWNET)
+    return Hosts(user, networks, devices, names)
+
+
+def _enter_a_place_where_we_may() -> int:
+    """Make sure that we may make networks, in a new user namespace if need be; give its descriptor, or -1."""
+    try:
+        namespaces.unshare(namespaces.CLONE_NEWNET)
+        return -1
+    except OSError as error:
+        if error.errno != EPERM:
+            raise unavailable(f"this kernel makes no network namespaces ({error.strerror}).") from error
+    try:
+        namespaces.enter_user_namespace()
+    except OSError as error:
+        raise unavailable(
+            "the lab needs root, or a kernel that lets users make user namespaces; this one does not "
+            f"({error.strerror}). See the sysctls user.max_user_namespaces, kernel.unprivileged_userns_clone and "
+            "kernel.apparmor_restrict_unprivileged_userns."
+        ) from error
+    return os.open("/proc/self/ns/user", os.O_RDONLY)
+
+
+def _announce(folder: Path, hosts: Hosts) -> None:
+    """Write down what exists now, before the first process can live in it."""
+    entry, me = registry.read(folder), os.getpid()
+    if entry is None:
+        raise LabError(f"{folder} has vanished.")
+    registry.write(folder, replace(entry, relay=me, relay_start=namespaces.start_time(me) or 0, networks=hosts.names))
+
+
+def _prefer_us() -> None:
+    """Ask to be woken on time, before processes that compute; where that is not allowed, be one of many."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    with suppress(OSError):
+        os.nice(-10)
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # packets make no circles
+
+
+class Relay:
+    """Packets from device to device, through the `Switch`.
+
+    Attributes:
+        start: when the lab's clock was 0, on the machine's monotonic clock.
+    """
+
+    def __init__(self, setup: dict[str, Any], hosts: Hosts, owner: socket.socket, folder: Path) -> None:
+        self.start = time.monotonic()
+        self._hosts = hosts
+        self._changes = _timeline([Change.from_json(change) for change in setup["changes"]], setup["repeat"])
+        self._switch = Switch(Conditions(setup["hosts"], setup["site"] or None), setup["mtu"], setup["seed"])
+        self._truth = Truth(Path(setup["truth"]), self.start)
+        self._host_of = {device: host for host, device in enumerate(hosts.devices)}
+        self._by_address = {socket.inet_aton(namespaces.address(host)): host for host in range(setup["hosts"])}
+        self._largest = setup["mtu"]
+        self._owner = owner
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / CONTROL))
+        self._listener.listen()
+        self._visitors: dict[int, socket.socket] = {owner.fileno(): owner, self._listener.fileno(): self._listener}
+        self._read_from = [*hosts.devices, *self._visitors]
+        self._upcoming: Change | None = next(self._changes, None)
+        self._ended = False
+        self._handover = 3e-5
+        self._make_due_changes(self.start)
+
+    def run(self) -> None:
+        """Until the lab's process has gone."""
+        switch, devices, alarm = self._switch, self._host_of, Alarm(self._read_from)
+        while not self._ended:
+            readable, sent = alarm.wait(min(switch.next_time() - self._handover, self._next_change()))
+            self._make_due_changes(time.monotonic())
+            reached = self._deliver_due()
+            for descriptor in readable:
+                if descriptor in devices:
+                    self._take(descriptor, sent)
+                else:
+                    self._hear(descriptor)
+            # A host answers what it is given at once, so its answer is taken before we sleep.
+            for device in reached:
+                self._take(device, time.monotonic())
+
+    # --- packets
+
+    def _take(self, device: int, sent: float) -> None:
+        """Read what a host sent at that time. What is not for one of our hosts is not for us."""
+        source = self._host_of[device]
+        enter, by_address, largest = self._switch.enter, self._by_address, self._largest
+        try:
+            for _ in range(BATCH):
+                packet = os.read(device, largest)
+                target = by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
+                if target is None or target == source:
+                    self._switch.counts["foreign"] += 1
+                else:
+                    enter(source, target, packet, sent)
+        except BlockingIOError:
+            pass
+        except OSError:  # somebody with the right to do so removed the device
+            self._read_from.remove(device)
+
+    def _deliver_due(self) -> set[int]:
+        """A packet is there when it has been handed over, so that begins a little before its time."""
+        begin = time.monotonic()
+        packets = self._switch.advance(begin + self._handover)
+        reached = self._deliver(packets)
+        if len(packets) == 1:
+            self._handover += 0.1 * (min(time.monotonic() - begin, MOST_LATENESS) - self._handover)
+        return reached
+
+    def _deliver(self, packets: list[tuple[int, bytes]]) -> set[int]:
+        """Give packets to their hosts; name the devices that were reached."""
+        devices, reached = self._hosts.devices, set()
+        for host, packet in packets:
+            device = devices[host]
+            try:
+                os.write(device, packet)
+                reached.add(device)
+            except OSError:
+                self._switch.counts["refused"] += 1
+        return reached
+
+    # --- changes
+
+    def _next_change(self) -> float:
+        return self.start + self._upcoming.at if self._upcoming is not None else math.inf
+
+    def _make_due_changes(self, now: float) -> None:
+        while self._upcoming is not None and self.start + self._upcoming.at <= now:
+            self._change(self._upcoming, self.start + self._upcoming.at)
+            self._upcoming = next(self._changes, None)
+
+    def _change(self, change: Change, time: float) -> None:
+        """All that happens before a change happens by the old rules."""
+        self._deliver(self._switch.advance(time))
+        self._switch.change(change, time)
+        self._truth.write(change, time, self._switch.conditions)
+
+    # --- control
+
+    def _hear(self, descriptor: int) -> None:
+        """Take one request from whoever asks, and answer it."""
+        visitor = self._visitors[descriptor]
+        if visitor is self._listener:
+            guest = visitor.accept()[0]
+            guest.settimeout(0.2)  # a request is one line that comes at once
+            self._visitors[guest.fileno()] = guest
+            self._read_from.append(guest.fileno())
+            return
+        try:
+            request = _line_of(visitor)
+            if request:
+                self._answer(visitor, json.loads(request))
+                return
+        except (OSError, ValueError):
+            pass
+        self._part_with(descriptor)
+
+    def _part_with(self, descriptor: int) -> None:
+        self._ended |= self._visitors[descriptor] is self._owner
+        self._read_from.remove(descriptor)
+        self._visitors.pop(descriptor).close()
+
+    def _answer(self, visitor: socket.socket, request: dict[str, Any]) -> None:
+        answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "change": self._answer_change,
+            "stats": self._answer_stats,
+        }
+        if request["do"] == "enter":
+            network = self._hosts.networks[request["host"]]
+            own = [self._hosts.user] if self._hosts.user >= 0 else []
+            socket.send_fds(visitor, [_line({"user": bool(own)})], [network, *own])
+        else:
+            visitor.sendall(_line(answers[request["do"]](request)))
+
+    def _answer_change(self, request: dict[str, Any]) -> dict[str, Any]:
+        now = time.monotonic()
+        self._change(Change.from_json({**request["change"], "at": now - self.start}), now)
+        return {"time": now - self.start}
+
+    def _answer_stats(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "time": time.monotonic() - self.start,
+            "cpu": time.process_time(),
+            "packets": dict(self._switch.counts),
+            "bytes": self._switch.carried,
+        }
+
+
+class Alarm:
+    """Sleep until a time or until there is something to read.
+
+    Being woken takes some 50 to 100 microseconds, longer than a packet. That is not the network's time: it is measured,
+    alarms are set earlier by it, and what woke us is taken to have been sent that much earlier. And it costs processor
+    time, here and in the host that is woken by a delivery: under load we rest instead, and take packets in handfuls.
+    """
+
+    def __init__(self, read_from: list[int]) -> None:
+        self._read_from = read_from
+        self._lateness = 5e-5
+        self._saved = SAVED_WAKE_UPS
+        self._last = time.monotonic()
+
+    def wait(self, due: float) -> tuple[list[int], float]:
+        """What can be read at `due` or earlier, and since when."""
+        self._rest_if_tired()
+        begin = time.monotonic()
+        sleep = min(due - begin - self._lateness, LONGEST_SLEEP)
+        readable = select.select(self._read_from, [], [], max(sleep, 0.0))[0]
+        now = time.monotonic()
+        if readable:
+            return readable, max(begin, now - self._lateness)
+        if 0 < sleep < LONGEST_SLEEP:
+            self._lateness += 0.1 * (min(now - begin - sleep, MOST_LATENESS) - self._lateness)
+        if self._saved > 0 and now < due < now + MOST_LATENESS:
+            readable = self._watch_until(due)
+        return readable, time.monotonic()
+
+    def _watch_until(self, due: float) -> list[int]:
+        """The rest of the way with open eyes."""
+        while time.monotonic() < due:
+            if readable := select.select(self._read_from, [], [], 0)[0]:
+                return readable
+        return []
+
+    def _rest_if_tired(self) -> None:
+        now = time.monotonic()
+        self._saved = min(self._saved + (now - self._last) * WAKE_UPS_PER_SECOND, SAVED_WAKE_UPS) - 1
+        self._last = now
+        if self._saved < 0:
+            time.sleep(REST_SECONDS)
+
+
+class Truth:
+    """What the network really was, a JSON line per change: seconds, bytes per second, shares; null is no limit."""
+
+    def __init__(self, path: Path, start: float) -> None:
+        try:
+            self._file: TextIO = path.open("w", buffering=1)
+        except OSError as error:
+            raise LabError(f"the truth cannot be written to {path}: {error.strerror}.") from error
+        self._start = start
+
+    def write(self, change: Change, moment: float, conditions: Conditions) -> None:
+        elapsed = moment - self._start
+        record = {
+            "time": round(elapsed, 6),
+            "wall": round(time.time() - (time.monotonic() - moment), 6),
+            "cause": change.cause,
+            "hosts": change.hosts,
+            "pairs": change.pairs,
+            "set": {key: None if value == math.inf else value for key, value in change.values.items()},
+            "now": conditions.summary(),
+        }
+        self._file.write(json.dumps(record) + "\n")
+
+
+def _timeline(changes: list[Change], repeat: float) -> Iterator[Change]:
+    """The changes in order of time, again and again if they repeat."""
+    changes = sorted(changes, key=lambda change: change.at)
+    yield from changes
+    begin = repeat
+    while repeat:
+        yield from (replace(change, at=begin + change.at) for change in changes)
+        begin += repeat
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _line_of(peer: socket.socket) -> bytes:
+    """One line, or nothing at the end. Requests come whole and one at a time, so this does not wait for long."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = peer.recv(1 << 20)
+        if not piece:
+            return b""
+        line += piece
+    return line
