@@ -15,6 +15,8 @@ COMMANDS = {
         for ratio in (0.1, 0.01, 0.001)
     },
     "link": "bench link --json",
+    # Needs root, or user namespaces; see docs/lab.md.
+    "links-on-a-wire": "lab run --hosts 4 --latency 5ms --rate 100mbit -- python benchmarks/links_on_a_wire.py",
 }
 
 
@@ -22,11 +24,12 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     for name, command in COMMANDS.items():
         print(f"thinwire {command}", flush=True)
+        words = [sys.executable if word == "python" else word for word in command.split()]
         output = subprocess.run(
-            [sys.executable, "-m", "thinwire", *command.split()], check=True, text=True, stdout=subprocess.PIPE
+            [sys.executable, "-m", "thinwire", *words], check=True, text=True, stdout=subprocess.PIPE
         ).stdout
         print(output, flush=True)
-        figures = json.loads(output.strip().splitlines()[-1])
+        figures = json.loads(output.strip().splitlines()[-1].removeprefix("[0] "))
         result = {"command": f"thinwire {command}", "date": f"{datetime.date.today()}", **figures}
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 

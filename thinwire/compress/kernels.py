@@ -17,6 +17,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 BLOCK = 64
+AHEAD = 64  # entries whose cache lines are under way
 _U = np.uint64
 
 
@@ -56,6 +57,22 @@ def _reaching(typing_context: Any, array: Any, start: Any, threshold: Any) -> An
         return builder.bitcast(builder.or_(above, below), ir.IntType(BLOCK))
 
     return types.uint64(array, types.uint64, array.dtype), generate
+
+
+@intrinsic
+def _fetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of array[index], which is to be written soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        place = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        builder.call(prefetch, [place, *(ir.Constant(number, value) for value in (1, 3, 1))])  # write, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.uint64), generate
 
 
 @intrinsic
@@ -215,7 +232,9 @@ def pick_out(x, words, bits, ties, indices, values, out_indices, out_values):
     magnitude = words.dtype.type((_U(1) << _U(words.itemsize * 8 - 1)) - _U(1))
     nothing = x.dtype.type(0)
     taken = _U(0)
+    last = words.shape[0] - 1
     for i in range(words.shape[0]):
+        _fetch(x, _U(indices[min(i + AHEAD, last)]))
         word = words[i] & magnitude
         take = word > bits
         if word == bits and ties > 0:
