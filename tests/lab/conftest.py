@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.lab.leftovers import networks, relays_and_launchers
 from thinwire.lab import registry
 from thinwire.lab.errors import LabUnavailable
 from thinwire.lab.lab import Lab
@@ -34,12 +32,3 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A registry of our own, so that what is left can be counted."""
     monkeypatch.setenv(registry.FOLDER_VARIABLE, str(tmp_path / "labs"))
     return tmp_path / "labs"
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """No lab but the test's own, and no new network left after it."""
-    before = networks()
-    assert relays_and_launchers() == []
-    yield
-    assert networks() - before == set()

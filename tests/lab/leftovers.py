@@ -5,30 +5,30 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from thinwire.lab import namespaces
-
-
-def relays_and_launchers() -> list[int]:
-    found = []
-    for pid in namespaces.all_processes():
-        try:
-            if b"thinwire.lab." in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
-def networks() -> set[int]:
-    """The networks that any process lives in."""
-    seen = {namespaces.network_of(pid) for pid in namespaces.all_processes()}
-    return {network for network in seen if network is not None}
+from thinwire.lab import namespaces, registry
 
 
 def left_behind(folder: Path) -> tuple[list[str], list[int]]:
-    """Folders of labs and processes of labs. What is about to end by itself has 5 s to do so."""
+    """Folders of labs, and processes that a lab of this folder started. What is about to end has 5 s to do so.
+
+    A network and its device live exactly as long as a process in it or a relay that holds it, and all of those have the
+    folder's name in their environment.
+    """
     deadline = time.monotonic() + 5
-    while (found := ([path.name for path in folder.iterdir()], relays_and_launchers())) != ([], []):
+    while (found := ([path.name for path in folder.iterdir()], processes_of(folder))) != ([], []):
         if time.monotonic() > deadline:
             break
     return found
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Relays, hosts' processes, and whatever else was started with this folder."""
+    mark = f"{registry.FOLDER_VARIABLE}={folder}\0".encode()
+    return [pid for pid in namespaces.all_processes() if mark in _environment(pid)]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""

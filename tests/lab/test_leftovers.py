@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from tests.lab.leftovers import left_behind
+from tests.lab.leftovers import left_behind, processes_of
 from tests.lab.networks import lab
 from thinwire.lab import namespaces, registry
 
@@ -43,7 +43,7 @@ def start_main() -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_killed_lab_leaves_nothing(seed: int, folder: Path, quiet: None) -> None:
+def test_a_killed_lab_leaves_nothing(seed: int, folder: Path) -> None:
     with start_main() as main:
         time.sleep(random.Random(seed).uniform(0, 0.35))  # not to wait for anything: any moment is a good one to die
         main.send_signal([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT][seed % 4])
@@ -51,12 +51,13 @@ def test_a_killed_lab_leaves_nothing(seed: int, folder: Path, quiet: None) -> No
     assert left_behind(folder) == ([], [])
 
 
-def test_a_lab_and_its_relay_killed_together_are_cleaned_by_the_next_call(folder: Path, quiet: None) -> None:
+def test_a_lab_and_its_relay_killed_together_are_cleaned_by_the_next_call(folder: Path) -> None:
     with start_main() as main:
         assert main.stdout is not None
         relay = int(main.stdout.readline())
         entry = registry.read(folder / str(main.pid))
         assert entry is not None and entry.relay == relay
+        assert len(processes_of(folder)) == 11  # the lab's own, its relay, three in each host
         os.kill(relay, signal.SIGKILL)
         main.kill()
     networks = dict(entry.networks)
@@ -87,7 +88,7 @@ def test_a_lab_of_before_the_last_boot_is_only_forgotten(folder: Path) -> None:
     assert registry.clean() == [f"removed lab {entry.id}, of before the last boot"]
 
 
-def test_a_block_that_raises_leaves_nothing(folder: Path, quiet: None) -> None:
+def test_a_block_that_raises_leaves_nothing(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError), lab(2) as two:
         two.start(1, ["sh", "-c", "sleep 600 & wait"])
         _ = 1 / 0

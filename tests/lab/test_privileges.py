@@ -106,7 +106,7 @@ def test_without_the_device_the_message_says_what_is_missing_and_what_else_there
     assert "thinwire.link.shaped" in answer
 
 
-def test_root_is_told_too(folder: Path, quiet: None) -> None:
+def test_root_is_told_too(folder: Path) -> None:
     with pytest.raises(LabUnavailable, match="cannot be opened"), Lab(1, tun="/nowhere"):
         pass
     assert left_behind(folder) == ([], [])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 PORT = 7007
 ICMP = struct.Struct("!BBHHH")  # type, code, checksum and identity (both filled in by the kernel), number
 ECHO_REQUEST = 8
+SO_TIMESTAMPNS, TIMESTAMP = 35, struct.Struct("qq")
 DATAGRAM = struct.Struct("!Qd")  # number, time sent
 PING_BYTES = 56  # of payload; with the ICMP or UDP and the IP header 84 on the wire
 CHUNK = bytes(1 << 18)
@@ -47,27 +48,31 @@ def say(fact: object) -> None:
 def ping(address: str, number: str, interval: str) -> None:
     """Say every round trip in seconds, one at a time, `interval` seconds between two; null after 2 s of silence.
 
-    The other host's kernel answers, so no other program's delay is measured.
+    As `ping` does it: the other host's kernel answers, and ours notes when the answer came, so how long a program takes
+    to wake up is not measured.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP) as here:
+        here.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         here.connect((address, 0))
         for i in range(int(number)):
-            sent = time.monotonic()
+            begin, sent = time.monotonic(), time.time()
             here.send(ICMP.pack(ECHO_REQUEST, 0, 0, 0, i % 65536) + bytes(PING_BYTES))
-            say({"time": sent, "rtt": _answer(here, i % 65536, sent)})
-            time.sleep(max(0.0, sent + float(interval) - time.monotonic()))
+            answered = _answered(here, i % 65536, deadline=begin + 2.0)
+            say({"time": begin, "rtt": None if answered is None else answered - sent})
+            time.sleep(max(0.0, begin + float(interval) - time.monotonic()))
 
 
-def _answer(here: socket.socket, number: int, sent: float) -> float | None:
-    """How long the answer to this ping took. An earlier one that comes late is not it."""
-    while (left := sent + 2.0 - time.monotonic()) > 0:
+def _answered(here: socket.socket, number: int, deadline: float) -> float | None:
+    """When the answer to this ping came, on the wall's clock. An earlier one that comes late is not it."""
+    while (left := deadline - time.monotonic()) > 0:
         here.settimeout(left)
         try:
-            answer = here.recv(65536)
+            answer, notes, _, _ = here.recvmsg(65536, 64)
         except (TimeoutError, ConnectionError):
             return None
         if ICMP.unpack(answer[: ICMP.size])[-1] == number:
-            return time.monotonic() - sent
+            seconds, nanoseconds = TIMESTAMP.unpack(notes[0][2])
+            return float(seconds + nanoseconds / 1e9)
     return None
 
 
