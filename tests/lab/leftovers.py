@@ -9,13 +9,12 @@ from thinwire.lab import namespaces, registry
 
 
 def left_behind(folder: Path) -> tuple[list[str], list[str]]:
-    """Folders of labs, and processes that a lab of this folder started. What is about to end has 20 s to do so: on a
-    busy machine an interpreter that was just started takes some before it can see that its lab is gone.
+    """Folders of labs, and processes that a lab of this folder started. What is about to end has 5 s to do so.
 
     A network and its device live exactly as long as a process in it or a relay that holds it, and all of those have the
     folder's name in their environment.
     """
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 5
     while (found := ([path.name for path in folder.iterdir()], processes_of(folder))) != ([], []):
         if time.monotonic() > deadline:
             break

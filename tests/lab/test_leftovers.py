@@ -42,7 +42,6 @@ def start_main() -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.xfail(strict=False, reason="about one kill in 200 leaves a relay and its hosts running: an open defect")
 @pytest.mark.parametrize("seed", range(10))
 def test_a_killed_lab_leaves_nothing(seed: int, folder: Path) -> None:
     with start_main() as main:

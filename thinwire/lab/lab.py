@@ -8,6 +8,7 @@ with Lab(hosts=2, network="cross-region") as lab:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -80,6 +81,7 @@ class Lab:
         entry, folder = registry.register(hosts=self.hosts, network=self.schedule.name, truth=self._truth)
         self.id, self._truth = entry.id, entry.truth
         setup = {
+            "main": os.getpid(),
             "hosts": self.hosts,
             "mtu": self.mtu,
             "seed": self._seed,
@@ -105,6 +107,8 @@ class Lab:
     def close(self) -> None:
         """End everything that runs in the hosts, and the hosts. Closing twice is fine."""
         if self._owner is not None:
+            with contextlib.suppress(OSError):  # it has gone already
+                self._owner.sendall(b'{"do": "end"}\n')
             self._owner.close()  # the relay sees this, or our death, and ends
             self._owner = None
         if self._relay is not None:

@@ -32,6 +32,7 @@ CONTROL = "control"  # the name of the socket in a lab's folder
 BATCH = 64  # packets taken from one host before the others have their turn
 WAKE_UPS_PER_SECOND, SAVED_WAKE_UPS = 2000.0, 50.0
 REST_SECONDS = 350e-6
+DYING_SECONDS = 5.0
 LONGEST_SLEEP, MOST_LATENESS = 1.0, 200e-6
 PR_SET_TIMERSLACK = 29
 
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     setup = json.loads(_line_of(owner))
     folder = Path(setup["folder"])
     hosts: Hosts | None = None
+    relay: Relay | None = None
     try:
         hosts = make_hosts(setup["hosts"], setup["mtu"], setup["tun"])
         relay = Relay(setup, hosts, owner, folder)
@@ -66,8 +68,24 @@ def main(arguments: Sequence[str]) -> None:
         pass  # the lab's process has died
     finally:
         if hosts is not None:
+            if relay is None or not relay.dismissed:
+                _await_death(setup["main"])
             namespaces.kill_inhabitants({inode for inode, _ in hosts.names})
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_death(main: int) -> None:
+    """Wait until the lab's process is dead, if it is dying.
+
+    Its connection to us ends a moment before its children lose their parent. One that is just becoming a process of a
+    host must see that its parent has gone if we do not find it there any more.
+    """
+    try:
+        process = os.pidfd_open(main)
+    except OSError:
+        return
+    select.select([process], [], [], DYING_SECONDS)
+    os.close(process)
 
 
 def make_hosts(number: int, mtu: int, tun_path: str) -> Hosts:
@@ -127,6 +145,7 @@ class Relay:
 
     Attributes:
         start: when the lab's clock was 0, on the machine's monotonic clock.
+        dismissed: the lab's process has said that it ends the lab; otherwise it has died.
     """
 
     def __init__(self, setup: dict[str, Any], hosts: Hosts, owner: socket.socket, folder: Path) -> None:
@@ -146,6 +165,7 @@ class Relay:
         self._read_from = [*hosts.devices, *self._visitors]
         self._upcoming: Change | None = next(self._changes, None)
         self._ended = False
+        self.dismissed = False
         self._handover = 3e-5
         self._make_due_changes(self.start)
 
@@ -251,7 +271,9 @@ class Relay:
             "change": self._answer_change,
             "stats": self._answer_stats,
         }
-        if request["do"] == "enter":
+        if request["do"] == "end":
+            self._ended = self.dismissed = visitor is self._owner
+        elif request["do"] == "enter":
             network = self._hosts.networks[request["host"]]
             own = [self._hosts.user] if self._hosts.user >= 0 else []
             socket.send_fds(visitor, [_line({"user": bool(own)})], [network, *own])
