@@ -20,7 +20,15 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
-    rank, width = dist.get_rank(), arguments.width
+    train(arguments.steps, arguments.width)
+    # The model has gone by now, and that matters: if DDP were the last to hold the process group, torch 2.13 would wait
+    # for gloo's threads with the interpreter's lock held, while they may want that lock to drop their last message. The
+    # script would then hang at its end, or abort ("terminate called without an active exception").
+    dist.destroy_process_group()
+
+
+def train(steps: int, width: int) -> None:
+    rank = dist.get_rank()
     torch.manual_seed(0)
     teacher = torch.randn(64, 1)
     net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
@@ -29,7 +37,7 @@ def main() -> None:
     torch.manual_seed(rank)
 
     seconds = []
-    for _ in range(arguments.steps):
+    for _ in range(steps):
         x = torch.randn(64, 64)
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -41,7 +49,6 @@ def main() -> None:
         hosts, megabytes = dist.get_world_size(), sum(p.numel() for p in model.parameters()) * 4 / 1e6
         median = statistics.median(seconds[5:]) * 1e3  # DDP rebuilds its buckets in the first steps
         print(f"{hosts} hosts, {megabytes:.1f} MB of gradients: {median:.0f} ms per step, loss {loss:.3f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Train PyTorch models over thin, unpredictable wires."""
 
+from typing import TYPE_CHECKING
+
 from thinwire.errors import (
     CheckpointError,
     LinkError,
@@ -9,10 +11,12 @@ from thinwire.errors import (
     RemoteError,
     ThinwireError,
 )
-from thinwire.train.checkpoint import Checkpoint
-from thinwire.train.ddp import attach
-from thinwire.train.sync import Synchronizer
-from thinwire.types import Network, Plan, StepRecord
+
+if TYPE_CHECKING:
+    from thinwire.train.checkpoint import Checkpoint
+    from thinwire.train.ddp import attach
+    from thinwire.train.sync import Synchronizer
+    from thinwire.types import Network, Plan, StepRecord
 
 __version__ = "0.1.0.dev0"
 
@@ -32,3 +36,28 @@ __all__ = [
     "__version__",
     "attach",
 ]
+
+# These bring torch with them, which takes seconds to import and which `thinwire lab` does without: they come when they
+# are first asked for.
+_HOMES = {
+    "Checkpoint": "thinwire.train.checkpoint",
+    "Network": "thinwire.types",
+    "Plan": "thinwire.types",
+    "StepRecord": "thinwire.types",
+    "Synchronizer": "thinwire.train.sync",
+    "attach": "thinwire.train.ddp",
+}
+
+if not TYPE_CHECKING:  # a type checker would take any name for known
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.lab
 
 PACKAGE = Path(thinwire.__file__).parent
 
-ORDINARY = """
+ORDINARY = '''
 import sys, types
 thinwire = types.ModuleType("thinwire")
 thinwire.__path__ = [sys.argv[1]]
@@ -32,13 +32,20 @@ from thinwire.lab.lab import Lab
 from thinwire.lab.settings import Change, read_values
 from thinwire.lab.schedule import Schedule
 import subprocess
+MTU = """
+import fcntl, socket, struct
+device = fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8921, struct.pack("16s24x", b"wire0"))
+print(struct.unpack_from("i", device, 16)[0])
+"""
 try:
-    with Lab(2, Schedule(name="test", changes=(Change(values=read_values({"latency": "5ms"})),))) as lab:
-        whoami = lab.start(0, ["id", "-u"], stdout=subprocess.PIPE)
-        print(whoami.communicate()[0].decode().strip(), sorted(check.round_trips(lab, number=9))[4])
+    values = read_values({"latency": "5ms", "rate": "10mbit"})
+    with Lab(2, Schedule(name="test", changes=(Change(values=values),))) as lab:
+        script = 'id -u; getent hosts 10.77.0.2; exec $0 -c "$1"'
+        seen = lab.start(0, ["sh", "-c", script, sys.executable, MTU], stdout=subprocess.PIPE)
+        print(seen.communicate()[0].decode().strip(), sorted(check.round_trips(lab, number=9))[4])
 except errors.LabUnavailable as error:
     print("unavailable:", error)
-"""
+'''
 
 NOBODY = 65534
 
@@ -93,8 +100,9 @@ def test_an_ordinary_user_has_a_lab_too(shared: Path) -> None:
     answer = as_nobody(shared, **{namespaces.TUN_VARIABLE: str(shared / "tun")})
     if "user namespaces" in answer:
         pytest.skip(answer)
-    user, trip = answer.split()
+    user, address, name, mtu, trip = answer.split()
     assert int(user) == NOBODY
+    assert (address, name, mtu) == ("10.77.0.2", "host-1", "1500")
     assert float(trip) == pytest.approx(0.01, abs=0.001)
     assert list((shared / "labs").iterdir()) == []
 
@@ -117,3 +125,11 @@ def test_a_bare_interpreter_imports_no_torch() -> None:
     boot = light.command("thinwire.lab.relay")
     boot[boot.index("-c") + 1] = boot[boot.index("-c") + 1].replace(").main(sys.argv[3:])", f"); {code}")
     assert subprocess.run(boot, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "ps", "run --hosts 1 -- true"])
+def test_lab_commands_import_no_torch(arguments: str, folder: Path) -> None:
+    code = "import sys; from thinwire.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "lab", *arguments.split()]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert result.stdout.splitlines()[-1] == "False"

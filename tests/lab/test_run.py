@@ -37,6 +37,18 @@ def test_every_host_has_torchruns_environment_and_a_prefix(capfd: pytest.Capture
     assert lines == [f"[{host}] {host} of 3, 0, 10.77.0.1, wire0, 1" for host in range(3)]
 
 
+def test_hosts_know_each_other_by_name_and_nobody_else_does(capfd: pytest.CaptureFixture[str]) -> None:
+    outside = [Path(name).read_text() for name in ("/etc/hosts", "/proc/self/mountinfo")]
+    with lab(3) as three:
+        # In both forms that sockets know an address by: torch complains about a peer without a name.
+        script = "getent hosts 10.77.0.3; getent hosts ::ffff:10.77.0.3; getent ahostsv4 host-1 | head -n 1"
+        assert run(three, ["sh", "-c", script]) == 0
+        lines = capfd.readouterr().out.splitlines()
+        assert [Path(name).read_text() for name in ("/etc/hosts", "/proc/self/mountinfo")] == outside
+    words = [line.split()[1:] for line in lines if line.startswith("[0]")]
+    assert words == [["10.77.0.3", "host-2"], ["::ffff:10.77.0.3", "host-2"], ["10.77.0.2", "STREAM", "host-1"]]
+
+
 def test_a_users_own_number_of_threads_wins(capfd: pytest.CaptureFixture[str]) -> None:
     with lab(1) as one:
         run(one, ["sh", "-c", "echo $OMP_NUM_THREADS"], env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
@@ -118,6 +130,7 @@ def test_an_unmodified_ddp_script_runs(folder: Path) -> None:
     main = cli("run", "--hosts", "2", "--latency", "2ms", "--rate", "100mbit", "--", *command)
     out, err = main.communicate()
     assert main.returncode == 0, err
+    assert "hostname" not in err
     assert out.startswith("[0] 2 hosts") and "ms per step" in out
 
 

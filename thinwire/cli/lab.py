@@ -8,7 +8,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +18,7 @@ from thinwire.errors import ThinwireError
 if TYPE_CHECKING:
     from thinwire.lab.lab import Lab
     from thinwire.lab.network import Change
+    from thinwire.lab.registry import Entry
     from thinwire.lab.schedule import Schedule
 
 app = typer.Typer(help="Hosts on this machine behind an emulated, changing network.", no_args_is_help=True)
@@ -80,7 +82,7 @@ def _build(
 def _introduce(lab: Lab) -> None:
     notes = "".join(f"; {note}" for note in lab.schedule.notes)
     typer.echo(
-        f"lab {lab.id}: {lab.hosts} hosts, network {lab.schedule.name}{notes}; packets of {lab.mtu} bytes; "
+        f"lab {lab.id}: {lab.hosts} hosts, network {lab.schedule.name}{notes}; packets of up to {lab.mtu} bytes; "
         f"truth in {lab.truth}",
         err=True,
     )
@@ -207,7 +209,7 @@ def heal(lab: Which = None) -> None:
 
 
 def _tell(identity: str | None, change: Callable[[int], Change]) -> None:
-    with _relay(identity) as (entry, relay):
+    with _relay(identity) as (entry, _, relay):
         from thinwire.lab.lab import ask
 
         done = ask(relay, {"do": "change", "change": change(entry.hosts).to_json()})
@@ -215,14 +217,14 @@ def _tell(identity: str | None, change: Callable[[int], Change]) -> None:
 
 
 @contextmanager
-def _relay(identity: str | None) -> Iterator[tuple[Any, socket.socket]]:
+def _relay(identity: str | None) -> Iterator[tuple[Entry, Path, socket.socket]]:
     from thinwire.lab import registry
     from thinwire.lab.lab import visit
 
     _clean_first()
     entry, folder = registry.find(identity)
     with visit(folder) as relay:
-        yield entry, relay
+        yield entry, folder, relay
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -233,9 +235,10 @@ def shell(
 ) -> None:
     """Be on a host of a running lab."""
     from thinwire.lab import light
+    from thinwire.lab.lab import NAMES
     from thinwire.lab.settings import check_host
 
-    with _told(), _relay(lab) as (entry, relay):
+    with _told(), _relay(lab) as (entry, folder, relay):
         check_host(host, entry.hosts)
         relay.sendall(json_module.dumps({"do": "enter", "host": host}).encode() + b"\n")
         _, descriptors, _, _ = socket.recv_fds(relay, 4096, 2)
@@ -245,7 +248,7 @@ def shell(
     argv = command or [os.environ.get("SHELL", "/bin/sh")]
     sys.stdout.flush()
     parent = str(os.getppid())  # the new program takes our place, so our parent is its parent
-    line = light.command("thinwire.lab.enter", "run", str(user), str(network), parent, *argv)
+    line = light.command("thinwire.lab.enter", "run", str(user), str(network), str(folder / NAMES), parent, *argv)
     os.execve(line[0], line, {**os.environ, "THINWIRE_LAB": entry.id})
 
 

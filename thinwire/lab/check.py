@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -72,13 +72,26 @@ class Datagram(NamedTuple):
 
 
 def one_way(
-    lab: Lab, src: int = 0, dst: int = 1, number: int = 1000, per_second: float = 1000, silence: float = 1.0
+    lab: Lab,
+    src: int = 0,
+    dst: int = 1,
+    number: int = 1000,
+    per_second: float = 1000,
+    silence: float = 1.0,
+    half_way: Callable[[], None] | None = None,
 ) -> list[Datagram]:
-    """Send so many datagrams and see which arrive, in the order of their arrival."""
+    """Send so many datagrams and see which arrive, in the order of their arrival.
+
+    `silence` seconds without one after the last was sent are the end. `half_way` is called when half have been sent.
+    """
     with (
         probing(lab, dst, "count", str(silence), serves=True) as counter,
-        probing(lab, src, "flood", lab.address(dst), str(number), str(per_second)),
+        probing(lab, src, "flood", lab.address(dst), str(number), str(per_second)) as flood,
     ):
+        for said in flood.lines():
+            if said == "half" and half_way is not None:
+                half_way()
+        counter.say("all")
         return [Datagram(*each) for each in next(counter.lines())]
 
 
@@ -94,7 +107,7 @@ def throughput(lab: Lab, src: int = 0, dst: int = 1, window: float = WINDOW) -> 
         last = next(line for line in lines if line["time"] >= first["time"] + window)
         after = lab.stats()
     payload = (last["bytes"] - first["bytes"]) / (last["time"] - first["time"])
-    return payload * lab.mtu / (lab.mtu - HEADERS), _share(before, after)
+    return payload * _with_headers(after), _share(before, after)
 
 
 def _when_steady(lines: Iterator[dict[str, Any]]) -> dict[str, Any]:
@@ -130,7 +143,7 @@ def all_to_all(lab: Lab, settle: float = 5.0, window: float = 10.0) -> tuple[lis
         ends = [_after(lines, window, start) for lines, start in starts]
         after = lab.stats()
     rates = [
-        [_rate(start, end, address) * lab.mtu / (lab.mtu - HEADERS) for address in addresses]
+        [_rate(start, end, address) * _with_headers(after) for address in addresses]
         for (_, start), end in zip(starts, ends, strict=True)
     ]
     return rates, _share(before, after)
@@ -157,6 +170,11 @@ def _rate(start: dict[str, Any], end: dict[str, Any], address: str) -> float:
     return float(came / (end["time"] - start["time"]))
 
 
+def _with_headers(stats: dict[str, Any]) -> float:
+    """How many bytes are on the wire for each of the payload, in full packets."""
+    return float(stats["mtu"] / (stats["mtu"] - HEADERS))
+
+
 def _share(before: dict[str, Any], after: dict[str, Any]) -> float:
     return float((after["cpu"] - before["cpu"]) / (after["time"] - before["time"]))
 
@@ -180,7 +198,7 @@ def measure(lab: Lab) -> dict[str, Any]:
         "throughput_mbit": round(carried * 8 / 1e6, 2),
         "rate_mbit": round(rate * 8 / 1e6, 2) if math.isfinite(rate) else None,
         "relay_cpu": round(share, 3),
-        "mtu": lab.mtu,
+        "mtu": lab.stats()["mtu"],
     }
     return figures | (_all_to_all_figures(lab) if lab.hosts > 2 else {})
 

@@ -8,21 +8,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-from thinwire.lab.namespaces import CLONE_NEWNET, CLONE_NEWUSER, cookie, setns
+from thinwire.lab.namespaces import CLONE_NEWNET, CLONE_NEWUSER, HOSTS_FILE, cookie, setns, show_instead
 
 
 def main(arguments: Sequence[str]) -> None:
     action, *rest = arguments
     if action == "run":
-        user, network, parent, *command = rest
-        run(int(user), int(network), int(parent), command)
+        user, network, names, parent, *command = rest
+        run(int(user), int(network), names, int(parent), command)
     else:
         print(cookie_of(int(rest[0])))
 
 
-def run(user: int, network: int, parent: int, command: Sequence[str]) -> None:
-    """Enter the namespaces behind two descriptors (`user` is -1 for none), then be `command`."""
+def run(user: int, network: int, names: str, parent: int, command: Sequence[str]) -> None:
+    """Enter the namespaces behind two descriptors (`user` is -1 for none), then be `command`.
+
+    `names` is the file that is /etc/hosts there. Programs look up the names of their peers, and without an answer they
+    wait or complain, because a lab has no name server.
+    """
     if user >= 0:
         setns(user, CLONE_NEWUSER)
         os.close(user)
@@ -31,6 +36,8 @@ def run(user: int, network: int, parent: int, command: Sequence[str]) -> None:
     # Whoever ends a lab kills the processes that it finds in the hosts. If ours came too late to be found, it is on us.
     if os.getppid() != parent:
         os._exit(1)
+    with suppress(OSError):  # a sandbox that forbids mounts: then addresses have no names
+        show_instead(names, HOSTS_FILE)
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

@@ -23,13 +23,12 @@ from typing import Any
 
 from thinwire.lab import light, namespaces, profiles, registry, settings
 from thinwire.lab.errors import LabError, LabUnavailable
-from thinwire.lab.network import Change
+from thinwire.lab.network import MOST_MTU, PACKETS_PER_SECOND, Change, fitting_mtu
 from thinwire.lab.relay import CONTROL
 from thinwire.lab.schedule import Schedule
 
-PACKETS_PER_SECOND = 8_000  # what the relay carries on less than half a core, with as many acknowledgements
-LEAST_MTU, MOST_MTU = 1500, 65_000
 MOST_HOSTS = 200
+NAMES = "hosts"  # the file in a lab's folder that is /etc/hosts in its hosts
 
 
 class Lab:
@@ -38,13 +37,14 @@ class Lab:
     Args:
         hosts: how many.
         network: the network and how it changes: a `Schedule`, a profile's name, or a TOML file; None for no limits.
-        mtu: bytes of a full packet; None for as few packets per second as the relay can carry.
+        mtu: bytes of a full packet; None for what fits the rates of the moment, so that the relay can carry them.
         seed: of loss and jitter.
         truth: the file that tells what the network was when; None for one that goes with the lab.
         tun: the TUN device.
 
     Attributes:
         id: the name by which `thinwire lab` commands know it.
+        mtu: bytes of a full packet when the schedule's rates are at their peak.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Lab:
             raise ValueError(f"a lab has 1 to {MOST_HOSTS} hosts, got {hosts}.")
         self.hosts = hosts
         self.schedule = network if isinstance(network, Schedule) else profiles.schedule(network, hosts)
+        self._mtu = mtu
         self.mtu = mtu if mtu is not None else fitting_mtu(self.schedule.peak(hosts))
         if not 576 <= self.mtu <= MOST_MTU:
             raise ValueError(f"the MTU must be from 576 to {MOST_MTU} bytes, got {self.mtu}.")
@@ -73,6 +74,7 @@ class Lab:
         self._owner: socket.socket | None = None
         self._user = -1
         self._networks: list[int] = []
+        self._names = ""
         self._started: list[subprocess.Popen[bytes]] = []
         self._start = 0.0
 
@@ -80,10 +82,11 @@ class Lab:
         registry.clean()
         entry, folder = registry.register(hosts=self.hosts, network=self.schedule.name, truth=self._truth)
         self.id, self._truth = entry.id, entry.truth
+        self._names = str(folder / NAMES)
         setup = {
             "main": os.getpid(),
             "hosts": self.hosts,
-            "mtu": self.mtu,
+            "mtu": self._mtu,
             "seed": self._seed,
             "site": self.schedule.site,
             "changes": [change.to_json() for change in self.schedule.changes],
@@ -93,6 +96,7 @@ class Lab:
             "tun": self._tun,
         }
         try:
+            Path(self._names).write_text(namespaces.names(self.hosts))
             self._start_relay(setup)
         except BaseException:
             self.close()
@@ -153,7 +157,7 @@ class Lab:
         settings.check_host(host, self.hosts)
         _ = self.relay
         own, user = self._networks[host], self._user
-        command = light.command("thinwire.lab.enter", "run", str(user), str(own), str(os.getpid()), *argv)
+        command = light.command("thinwire.lab.enter", "run", str(user), str(own), self._names, str(os.getpid()), *argv)
         inherited = (own,) if user < 0 else (own, user)
         options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
         process = subprocess.Popen(command, env=env, pass_fds=inherited, **options)
@@ -192,12 +196,20 @@ class Lab:
         """Let a change come true now."""
         return float(self._ask({"do": "change", "change": change.to_json()})["time"])
 
+    @property
+    def start_time(self) -> float:
+        """When the lab's schedule began, on the machine's monotonic clock."""
+        return self._start
+
     def now(self) -> float:
         """Seconds since the lab's schedule began."""
         return time.monotonic() - self._start
 
     def stats(self) -> dict[str, Any]:
-        """What the relay counted: packets by their fate, bytes delivered to each host, its processor seconds."""
+        """What the relay counted: packets by their fate, bytes delivered to each host, its processor seconds.
+
+        And `mtu`, the bytes of a full packet at present.
+        """
         return self._ask({"do": "stats"})
 
     # --- the relay
@@ -253,13 +265,3 @@ def visit(folder: Path) -> socket.socket:
         relay.close()
         raise LabError(f"the relay of lab {folder.name} does not answer ({error.strerror}).") from error
     return relay
-
-
-def fitting_mtu(peak: float) -> int:
-    """Packets large enough that the relay can carry the network's peak, in bytes.
-
-    >>> fitting_mtu(2.5e6), fitting_mtu(250e6), fitting_mtu(math.inf)
-    (1500, 31250, 65000)
-    """
-    wanted = math.inf if math.isinf(peak) else math.ceil(peak / PACKETS_PER_SECOND)
-    return int(min(max(wanted, LEAST_MTU), MOST_MTU))

@@ -1,7 +1,6 @@
-"""Start a module of ours in a bare interpreter: no torch, no site packages, ready after some 30 ms.
+"""Start a module of ours in a bare interpreter: no site packages, nothing of the user's, ready after some 30 ms.
 
-`import thinwire` brings torch with it, which a relay or a probe does not need and would wait seconds for. So the new
-interpreter gets a `thinwire` that is nothing but its folder.
+The new interpreter gets a `thinwire` that is nothing but its folder.
 """
 
 from __future__ import annotations

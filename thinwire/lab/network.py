@@ -14,6 +14,8 @@ Value = float | bool | str
 Pair = tuple[int, int]
 
 DISTRIBUTIONS = ("uniform", "normal")
+PACKETS_PER_SECOND = 8_000  # what the relay carries on less than half a core, with as many acknowledgements
+LEAST_MTU, MOST_MTU = 1500, 65_000
 # What belongs to a host, to a site's line, and to an ordered pair of hosts.
 OF_HOST = ("up", "down", "queue")
 OF_LINE = ("line",)
@@ -126,6 +128,10 @@ class Conditions:
         routes = self.routes
         return max((routes[host][other].latency + routes[other][host].latency for other in others), default=0.0)
 
+    def peak(self) -> float:
+        """The most bytes per second that all hosts together can send and take."""
+        return min(sum(self.up), sum(self.down))
+
     def summary(self) -> dict[str, float | None]:
         """The network in four numbers, the mean over hosts and pairs; an unlimited rate is None."""
         routes = [self.routes[src][dst] for src, dst in self.all_pairs()]
@@ -135,6 +141,16 @@ class Conditions:
             "loss": _mean(route.loss for route in routes),
             "blocked": _mean(route.blocked for route in routes),
         }
+
+
+def fitting_mtu(peak: float) -> int:
+    """Packets large enough that the relay can carry so many bytes per second, and no larger.
+
+    >>> fitting_mtu(2.5e6), fitting_mtu(250e6), fitting_mtu(math.inf)
+    (1500, 31250, 65000)
+    """
+    wanted = math.inf if math.isinf(peak) else math.ceil(peak / PACKETS_PER_SECOND)
+    return int(min(max(wanted, LEAST_MTU), MOST_MTU))
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TextIO
 
 from thinwire.lab import namespaces, registry
 from thinwire.lab.errors import LabError, LabUnavailable, unavailable
-from thinwire.lab.network import Change, Conditions
+from thinwire.lab.network import MOST_MTU, Change, Conditions
 from thinwire.lab.switch import Switch
 
 CONTROL = "control"  # the name of the socket in a lab's folder
@@ -34,15 +34,20 @@ WAKE_UPS_PER_SECOND, SAVED_WAKE_UPS = 2000.0, 50.0
 REST_SECONDS = 350e-6
 DYING_SECONDS = 5.0
 LONGEST_SLEEP, MOST_LATENESS = 1.0, 200e-6
+MOST_ALLOWED, ALLOWED_STEP = 50e-6, 0.3e-6
 PR_SET_TIMERSLACK = 29
 
 
 class Hosts(NamedTuple):
-    """Descriptors: of the user namespace (-1 for none), of each network, of each device; and each network's names."""
+    """Descriptors: of the user namespace (-1 for none), of each network, of each device.
+
+    And a socket in each network, to change its device; and each network's names.
+    """
 
     user: int
     networks: list[int]
     devices: list[int]
+    controls: list[socket.socket]
     names: list[tuple[int, int]]
 
 
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
     hosts: Hosts | None = None
     relay: Relay | None = None
     try:
-        hosts = make_hosts(setup["hosts"], setup["mtu"], setup["tun"])
+        hosts = make_hosts(setup["hosts"], setup["mtu"] or MOST_MTU, setup["tun"])
         relay = Relay(setup, hosts, owner, folder)
         _announce(folder, hosts)
         socket.send_fds(owner, [_line({"start": relay.start})], [fd for fd in (hosts.user, *hosts.networks) if fd >= 0])
@@ -91,14 +96,15 @@ def _await_death(main: int) -> None:
 def make_hosts(number: int, mtu: int, tun_path: str) -> Hosts:
     """So many networks with a device each; then leave for a network with nothing in it."""
     user = _enter_a_place_where_we_may()
-    networks, devices, names = [], [], []
+    hosts = Hosts(user, [], [], [], [])
     for host in range(number):
-        network, device = namespaces.new_host(host, mtu, tun_path)
-        networks.append(network)
-        devices.append(device)
-        names.append((os.fstat(network).st_ino, namespaces.cookie()))
+        network, device, control = namespaces.new_host(host, mtu, tun_path)
+        hosts.networks.append(network)
+        hosts.devices.append(device)
+        hosts.controls.append(control)
+        hosts.names.append((os.fstat(network).st_ino, namespaces.cookie()))
     namespaces.unshare(namespaces.CLONE_NEWNET)
-    return Hosts(user, networks, devices, names)
+    return hosts
 
 
 def _enter_a_place_where_we_may() -> int:
@@ -131,6 +137,7 @@ def _announce(folder: Path, hosts: Hosts) -> None:
 def _prefer_us() -> None:
     """Ask to be woken on time, before processes that compute; where that is not allowed, be one of many."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    namespaces.ask_for_short_turns()
     with suppress(OSError):
         os.nice(-10)
     with suppress(OSError):
@@ -156,7 +163,8 @@ class Relay:
         self._truth = Truth(Path(setup["truth"]), self.start)
         self._host_of = {device: host for host, device in enumerate(hosts.devices)}
         self._by_address = {socket.inet_aton(namespaces.address(host)): host for host in range(setup["hosts"])}
-        self._largest = setup["mtu"]
+        self._largest = setup["mtu"] or MOST_MTU
+        self._mtu = self._largest
         self._owner = owner
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / CONTROL))
@@ -166,29 +174,33 @@ class Relay:
         self._upcoming: Change | None = next(self._changes, None)
         self._ended = False
         self.dismissed = False
-        self._handover = 3e-5
+        self._handover = Allowance(3e-5)
         self._make_due_changes(self.start)
 
     def run(self) -> None:
         """Until the lab's process has gone."""
         switch, devices, alarm = self._switch, self._host_of, Alarm(self._read_from)
         while not self._ended:
-            readable, sent = alarm.wait(min(switch.next_time() - self._handover, self._next_change()))
+            readable, since = alarm.wait(min(switch.next_time() - self._handover.seconds, self._next_change()))
             self._make_due_changes(time.monotonic())
             reached = self._deliver_due()
             for descriptor in readable:
                 if descriptor in devices:
-                    self._take(descriptor, sent)
+                    self._take(descriptor, since, alarm.waking.seconds)
                 else:
                     self._hear(descriptor)
             # A host answers what it is given at once, so its answer is taken before we sleep.
             for device in reached:
-                self._take(device, time.monotonic())
+                self._take(device, time.monotonic(), 0.0)
 
     # --- packets
 
-    def _take(self, device: int, sent: float) -> None:
-        """Read what a host sent at that time. What is not for one of our hosts is not for us."""
+    def _take(self, device: int, since: float, waking: float) -> None:
+        """Read what a host sent since then. What is not for one of our hosts is not for us.
+
+        Each packet was sent before it is read, by what waking up for it costs at best. While we read, or wait for the
+        processor to read, more are sent; those must not be taken for older than they are.
+        """
         source = self._host_of[device]
         enter, by_address, largest = self._switch.enter, self._by_address, self._largest
         try:
@@ -198,7 +210,7 @@ class Relay:
                 if target is None or target == source:
                     self._switch.counts["foreign"] += 1
                 else:
-                    enter(source, target, packet, sent)
+                    enter(source, target, packet, max(since, time.monotonic() - waking))
         except BlockingIOError:
             pass
         except OSError:  # somebody with the right to do so removed the device
@@ -207,10 +219,10 @@ class Relay:
     def _deliver_due(self) -> set[int]:
         """A packet is there when it has been handed over, so that begins a little before its time."""
         begin = time.monotonic()
-        packets = self._switch.advance(begin + self._handover)
+        packets = self._switch.advance(begin + self._handover.seconds)
         reached = self._deliver(packets)
         if len(packets) == 1:
-            self._handover += 0.1 * (min(time.monotonic() - begin, MOST_LATENESS) - self._handover)
+            self._handover.saw(time.monotonic() - begin)
         return reached
 
     def _deliver(self, packets: list[tuple[int, bytes]]) -> set[int]:
@@ -239,7 +251,17 @@ class Relay:
         """All that happens before a change happens by the old rules."""
         self._deliver(self._switch.advance(time))
         self._switch.change(change, time)
+        self._resize_packets()
         self._truth.write(change, time, self._switch.conditions)
+
+    def _resize_packets(self) -> None:
+        """Let the hosts send packets of the size that fits the present rates."""
+        if self._switch.mtu == self._mtu:
+            return
+        self._mtu = self._switch.mtu
+        for control in self._hosts.controls:
+            with suppress(OSError):  # somebody with the right to do so removed the device
+                namespaces.set_mtu(control, self._mtu)
 
     # --- control
 
@@ -291,33 +313,57 @@ class Relay:
             "cpu": time.process_time(),
             "packets": dict(self._switch.counts),
             "bytes": self._switch.carried,
+            "mtu": self._switch.mtu,
         }
+
+
+class Allowance:
+    """What some work of ours costs at best, which is not the network's time.
+
+    A packet that is late because the machine is busy is what such machines do; one that comes before its time is what
+    no network does. So this is a low quantile of what was seen, not a mean: one in four lies below it, because each of
+    those moves it down three times as far as one of the others moves it up. And it is small, whatever was seen.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def saw(self, seconds: float) -> None:
+        """It took so long this time."""
+        step = ALLOWED_STEP if seconds > self.seconds else -3 * ALLOWED_STEP
+        self.seconds = min(max(self.seconds + step, 0.0), MOST_ALLOWED)
 
 
 class Alarm:
     """Sleep until a time or until there is something to read.
 
     Being woken takes some 50 to 100 microseconds, longer than a packet. That is not the network's time: it is measured,
-    alarms are set earlier by it, and what woke us is taken to have been sent that much earlier. And it costs processor
-    time, here and in the host that is woken by a delivery: under load we rest instead, and take packets in handfuls.
+    alarms are set earlier by its mean and the rest is watched, and what woke us is taken to have been sent earlier by
+    what it costs at best. And it costs processor time, here and in the host that is woken by a delivery: under load we
+    rest instead, and take packets in handfuls.
+
+    Attributes:
+        waking: what it costs at best.
     """
 
     def __init__(self, read_from: list[int]) -> None:
+        self.waking = Allowance(3e-5)
         self._read_from = read_from
         self._lateness = 5e-5
         self._saved = SAVED_WAKE_UPS
         self._last = time.monotonic()
 
     def wait(self, due: float) -> tuple[list[int], float]:
-        """What can be read at `due` or earlier, and since when."""
+        """What can be read at `due` or earlier, and a time before which it was not there, or not seen."""
         self._rest_if_tired()
         begin = time.monotonic()
         sleep = min(due - begin - self._lateness, LONGEST_SLEEP)
         readable = select.select(self._read_from, [], [], max(sleep, 0.0))[0]
         now = time.monotonic()
         if readable:
-            return readable, max(begin, now - self._lateness)
+            return readable, begin
         if 0 < sleep < LONGEST_SLEEP:
+            self.waking.saw(now - begin - sleep)
             self._lateness += 0.1 * (min(now - begin - sleep, MOST_LATENESS) - self._lateness)
         if self._saved > 0 and now < due < now + MOST_LATENESS:
             readable = self._watch_until(due)

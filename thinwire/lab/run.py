@@ -15,7 +15,7 @@ from thinwire.lab.lab import Lab
 from thinwire.lab.namespaces import DEVICE
 
 MASTER_PORT = 29500  # torchrun's; every lab has networks of its own, so labs do not get into each other's way
-FAILURE_GRACE, INTERRUPT_GRACE = 3.0, 1.0  # seconds from asking to end to SIGKILL
+FAILURE_GRACE, INTERRUPT_GRACE = 3.0, 0.5  # seconds from asking to end to SIGKILL
 
 
 def run(lab: Lab, command: Sequence[str], env: Mapping[str, str] | None = None) -> int:

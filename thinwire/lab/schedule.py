@@ -80,7 +80,7 @@ class Schedule:
         for _, together in groupby(self.changes, key=lambda change: change.at):
             for change in together:
                 conditions.apply(change)
-            peak = max(peak, min(sum(conditions.up), sum(conditions.down)))
+            peak = max(peak, conditions.peak())
         return peak or math.inf
 
     def _with(self, function: Callable[[Change], Change]) -> Schedule:

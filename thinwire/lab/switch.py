@@ -20,9 +20,11 @@ import random
 from collections import Counter
 from heapq import heapify, heappop, heappush
 
-from thinwire.lab.network import Change, Conditions, Pair
+from thinwire.lab.network import Change, Conditions, Pair, fitting_mtu
 
-LEAST_PACKETS = 64  # a queue holds so many full packets however short its bandwidth-delay product is
+# However short its bandwidth-delay product is, a queue holds so many packets of the size that fits its rate, and so
+# many full ones, without which TCP cannot keep it busy.
+LEAST_PACKETS, LEAST_FULL_PACKETS = 64, 16
 
 
 class Server:
@@ -77,19 +79,20 @@ class Switch:
 
     Args:
         conditions: what the network is like; changed only through `change`.
-        mtu: bytes of a full packet, in which queues are measured.
+        mtu: bytes of a full packet, in which queues are measured; None for what fits the present rates.
         seed: of the random numbers behind loss and jitter.
 
     Attributes:
+        mtu: bytes of a full packet at present.
         counts: packets by what became of them.
         carried: bytes delivered to each host.
     """
 
-    def __init__(self, conditions: Conditions, mtu: int, seed: int = 0) -> None:
+    def __init__(self, conditions: Conditions, mtu: int | None, seed: int = 0) -> None:
         self.conditions = conditions
         self.counts: Counter[str] = Counter()
         self.carried = [0] * conditions.hosts
-        self._mtu = mtu
+        self._fixed_mtu = mtu
         self._random = random.Random(seed)
         self._meetings: list[Event] = []
         self._arrivals: list[Event] = []
@@ -197,6 +200,7 @@ class Switch:
 
     def _settle(self, time: float) -> None:
         """Give every server its rate and bound, and hasten or slow down what is under way."""
+        self.mtu = self._fixed_mtu or fitting_mtu(self.conditions.peak())
         stretch = {}
         for server, rate, bound in self._wanted():
             if rate != server.rate:
@@ -204,13 +208,16 @@ class Switch:
                 server.free = _moved(server.free, time, stretch[server])
             server.rate = rate
             # One packet is not in the queue but being served; a nanosecond is for rounding.
-            server.patience = (bound + self._mtu) / rate + 1e-9 if math.isfinite(rate) else math.inf
+            server.patience = (bound + self.mtu) / rate + 1e-9 if math.isfinite(rate) else math.inf
+        for _, _, packet in (*self._meetings, *self._arrivals):
+            packet.start = _moved(packet.start, time, stretch.get(packet.servers[packet.hop - 1], 1.0))
+        self._drop_excess(time)
         self._arrivals = [
             (_moved(at, time, stretch.get(packet.servers[-1], 1.0)), order, packet)
             for at, order, packet in self._arrivals
         ]
         heapify(self._arrivals)
-        self._retime_meetings(time, stretch)
+        self._retime_meetings(time)
 
     def _wanted(self) -> list[tuple[Server, float, float]]:
         """Every server, its rate, and how many bytes fit into it, by the present conditions."""
@@ -230,12 +237,42 @@ class Switch:
         return ends + lines
 
     def _bound(self, rate: float, round_trip: float, packets: float) -> float:
-        """Bytes that fit into a queue."""
-        if packets:
-            return packets * self._mtu
-        return max(rate * round_trip, LEAST_PACKETS * self._mtu) if math.isfinite(rate) else math.inf
+        """Bytes that fit into a queue.
 
-    def _retime_meetings(self, time: float, stretch: dict[Server, float]) -> None:
+        A slow host among fast ones gets packets that are large for it. It holds fewer of those, or it would hold
+        seconds.
+        """
+        if packets:
+            return packets * self.mtu
+        if math.isinf(rate):
+            return math.inf
+        fitting = min(fitting_mtu(rate * self.conditions.hosts), self.mtu)
+        return max(rate * round_trip, LEAST_PACKETS * fitting, LEAST_FULL_PACKETS * self.mtu)
+
+    def _drop_excess(self, time: float) -> None:
+        """Where the queue has become shorter, drop its tail, as a router does. Full packets may have been larger."""
+        servers = (*self._egress, *self._line_out, *self._line_in, *self._ingress)
+        too_full = {server for server in servers if server.free - time > server.patience}
+        if not too_full:
+            return
+        for server in too_full:
+            server.free = time
+        self._meetings = [event for event in self._meetings if self._still_fits(event[2], time, too_full)]
+        self._arrivals = [event for event in self._arrivals if self._still_fits(event[2], time, too_full)]
+
+    def _still_fits(self, packet: Packet, time: float, too_full: set[Server]) -> bool:
+        """Whether a packet keeps its place in its queue. If so, the server is busy until it is through."""
+        server = packet.servers[packet.hop - 1]
+        if server not in too_full:
+            return True
+        end = packet.start + packet.size / server.rate
+        if packet.start > time and end - time > server.patience:
+            self.counts[server.drop_cause] += 1
+            return False
+        server.free = max(server.free, end)
+        return True
+
+    def _retime_meetings(self, time: float) -> None:
         """What has not left yet leaves by the new rules; what is in flight is never further away than that.
 
         In the order of their starts, so that what must not overtake does not.
@@ -244,9 +281,7 @@ class Switch:
         self._latest.clear()
         self._meetings = []
         for at, order, packet in meetings:
-            factor = stretch.get(packet.servers[packet.hop - 1], 1.0)
             if packet.start > time:
-                packet.start = _moved(packet.start, time, factor)
                 at = _without_a_gap(packet, self._flight(packet) if packet.flies else packet.start)
             elif packet.flies:
                 at = self._hastened(packet, at, time)
