@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +13,14 @@ import torch
 class Network:
     """What a message meets: `alpha` seconds until its first byte arrives, `beta` seconds for every byte.
 
-    1 / beta is the rate of each host's egress and of each host's ingress in bytes per second.
+    1 / beta is the rate of each host's egress and of each host's ingress in bytes per second. `overhead` is the time of
+    a host's own processor for every message that it sends, and again for every message that it receives. They are L, G
+    and o of LogGP (Alexandrov, Ionescu, Schauser & Scheiman 1995).
     """
 
     alpha: float
     beta: float
+    overhead: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -63,12 +67,27 @@ class Told(NamedTuple):
         energy: the sum of squares of what there was.
         not_finite: 1 if some entry is not finite.
         holding: 1 if some of the error is being held back.
+        alpha_off: how far this rank finds the latency from what was agreed, as a logarithm (control/agreement.py).
+        alpha_known: 1 if it knows.
+        beta_off, beta_known: the same for the seconds per byte.
+        kept: the energy that the largest entries would keep at the ratio whose turn it is (control/view.py).
+        step_seconds: from the end of the exchange before the last one to the end of the last one.
+        exchange_seconds: the last exchange, from the gradient in hand to the mean in hand.
+        compress_seconds: the part of `exchange_seconds` that this rank computed.
     """
 
     energy_sent: float = 0.0
     energy: float = 0.0
     not_finite: float = 0.0
     holding: float = 0.0
+    alpha_off: float = 0.0
+    alpha_known: float = 0.0
+    beta_off: float = 0.0
+    beta_known: float = 0.0
+    kept: float = 0.0
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    compress_seconds: float = 0.0
 
 
 class Exchanged(NamedTuple):
@@ -99,6 +118,8 @@ class StepRecord:
         gain: energy sent over energy available, summed over all ranks, in [0, 1]; NaN for a skipped step, or where
             energies are beyond the range of float32.
         skipped: some rank's gradient was not finite, so every rank's was made so and no error memory changed.
+        step_seconds: from the end of the last exchange to the end of this one, NaN for the first.
+        predicted_seconds: what the last decision expected `step_seconds` to be, NaN if nothing was predicted.
     """
 
     step: int
@@ -109,3 +130,5 @@ class StepRecord:
     dense_bytes: int
     gain: float
     skipped: bool
+    step_seconds: float = math.nan
+    predicted_seconds: float = math.nan

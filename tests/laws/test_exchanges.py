@@ -50,9 +50,9 @@ class Outcome(NamedTuple):
     sent_bytes: int
 
 
-def _run_on(x: torch.Tensor, plan: Plan, sizes: tuple[int, ...]) -> Outcome:
+def _run_on(x: torch.Tensor, plan: Plan, sizes: tuple[int, ...], network: Network = NETWORK) -> Outcome:
     exchange = build(plan, sizes)
-    world = ThreadWorld(len(x), NETWORK)
+    world = ThreadWorld(len(x), network)
 
     def program(link: ThreadLink) -> tuple[Exchanged, torch.Tensor]:
         fed = Compensated.of(x[link.rank].clone())
@@ -65,10 +65,10 @@ def _run_on(x: torch.Tensor, plan: Plan, sizes: tuple[int, ...]) -> Outcome:
 
 
 @functools.cache
-def run(plan: Plan, world_size: int) -> Outcome:
+def run(plan: Plan, world_size: int, network: Network = NETWORK) -> Outcome:
     generator = torch.Generator().manual_seed(world_size)
     x = torch.randn(world_size, NUMEL, dtype=torch.float64, generator=generator)
-    return _run_on(x, plan, SIZES)
+    return _run_on(x, plan, SIZES, network)
 
 
 @every_size
@@ -105,15 +105,17 @@ def test_bytes_sent_are_bytes_priced(plan: Plan, world_size: int) -> None:
     assert run(plan, world_size).sent_bytes == priced
 
 
+@pytest.mark.parametrize("overhead", [0.0, 3e-5])
 @every_size
 @every_plan
-def test_seconds_on_the_clock_are_seconds_priced(plan: Plan, world_size: int) -> None:
-    outcome, exchange = run(plan, world_size), build(plan, SIZES)
+def test_seconds_on_the_clock_are_seconds_priced(plan: Plan, world_size: int, overhead: float) -> None:
+    network = dataclasses.replace(NETWORK, overhead=overhead)
+    outcome, exchange = run(plan, world_size, network), build(plan, SIZES)
     leader = STEP % world_size
     if plan.exchange == "var-topk":
         largest = outcome.x.square().topk(50).values.sum(1)
         leader = int(largest.argmax())
-    assert outcome.seconds == exchange.seconds(NETWORK, NUMEL, plan.ratio, world_size, 8, leader)
+    assert outcome.seconds == exchange.seconds(network, NUMEL, plan.ratio, world_size, 8, leader)
 
 
 @every_size

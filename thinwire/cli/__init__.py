@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import thinwire
-from thinwire.cli import bench, lab
+from thinwire.cli import bench, lab, plan
 from thinwire.cli.options import Ratio
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
+app.command()(plan.plan)
 
 
 def _version(wanted: bool) -> None:

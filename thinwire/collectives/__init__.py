@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.collectives.base import Collective, Leg, seconds, sent_bytes
+from thinwire.collectives.base import Collective, Leg, seconds, sent_bytes, sent_messages
 from thinwire.collectives.direct import DirectAllGather, DirectAllReduce, ScatterBroadcast
 from thinwire.collectives.halving import DoublingAllGather, HalvingAllReduce
 from thinwire.collectives.ring import RingAllGather, RingAllReduce
@@ -22,4 +22,4 @@ ALL_GATHERS: dict[str, Collective] = {
 }
 BROADCASTS: dict[str, Collective] = {"tree": TreeBroadcast(), "scatter": ScatterBroadcast()}
 
-__all__ = ["ALL_GATHERS", "ALL_REDUCES", "BROADCASTS", "Collective", "Leg", "seconds", "sent_bytes"]
+__all__ = ["ALL_GATHERS", "ALL_REDUCES", "BROADCASTS", "Collective", "Leg", "seconds", "sent_bytes", "sent_messages"]

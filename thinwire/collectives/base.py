@@ -28,9 +28,10 @@ class Piece(NamedTuple):
 
 
 class Round(NamedTuple):
-    """All sends of a round start at once; the round ends when all its receives are in.
+    """The sends of a round start at once, one after the other; the round ends when all its receives are in.
 
-    Received pieces are added to the tensor in the order listed (`add`), or replace what is there.
+    Receives are waited for in the order listed. Received pieces are added to the tensor in that order (`add`), or
+    replace what is there.
     """
 
     sends: tuple[Piece, ...] = ()
@@ -39,9 +40,15 @@ class Round(NamedTuple):
 
 
 class Collective(ABC):
-    """One way of moving a flat tensor between all ranks."""
+    """One way of moving a flat tensor between all ranks.
+
+    Attributes:
+        name: as errors and frames spell it.
+        latencies: how many times alpha a message takes to its first byte.
+    """
 
     name: str
+    latencies = 1
 
     @abstractmethod
     def rounds(self, rank: int, world_size: int, numel: int, root: int = 0) -> Iterator[Round]:
@@ -99,6 +106,17 @@ def sent_bytes(world_size: int, legs: Iterable[Leg]) -> int:
     )
 
 
+def sent_messages(world_size: int, legs: Iterable[Leg]) -> int:
+    """How many messages that takes."""
+    return sum(
+        p.stop > p.start
+        for leg in legs
+        for rank in range(world_size)
+        for round in leg.rounds(rank, world_size)
+        for p in round.sends
+    )
+
+
 def seconds(network: Network, world_size: int, legs: Iterable[Leg]) -> float:
     """How long the legs take, each rank starting the next as soon as it is through with the last."""
     legs = list(legs)
@@ -121,31 +139,31 @@ class _Player:
     def __init__(self, rank: int, world_size: int, legs: list[Leg]) -> None:
         self.rank = rank
         self.clock = 0.0
-        self._rounds = ((leg.itemsize, round) for leg in legs for round in leg.rounds(rank, world_size))
+        self._rounds = ((leg, round) for leg in legs for round in leg.rounds(rank, world_size))
         self._heard: defaultdict[int, deque[float]] = defaultdict(deque)  # by sender: when its messages were in
-        self._awaited: list[int] = []  # the senders that this round still needs
+        self._awaited: deque[int] = deque()  # the senders that this round still needs, in order
 
     def go_on(self, time: float, wire: Wire[int]) -> None:
         self.clock = time
-        for itemsize, round in self._rounds:
+        for leg, round in self._rounds:
             for p in round.sends:
                 if p.stop > p.start:
-                    wire.send(self.rank, p.peer, (p.stop - p.start) * itemsize, self.clock, self.rank)
-            self._awaited = [p.peer for p in round.receives if p.stop > p.start]
-            if not self._round_over():
+                    self.clock += wire.network.overhead
+                    nbytes = (p.stop - p.start) * leg.itemsize
+                    wire.send(self.rank, p.peer, nbytes, self.clock, self.rank, leg.collective.latencies)
+            self._awaited.extend(p.peer for p in round.receives if p.stop > p.start)
+            if not self._round_over(wire.network.overhead):
                 return
 
     def hear(self, src: int, time: float, wire: Wire[int]) -> None:
         self._heard[src].append(time)
-        if self._awaited and self._round_over():
+        if self._awaited and self._round_over(wire.network.overhead):
             wire.turn(self.rank, self.clock)
 
-    def _round_over(self) -> bool:
-        """Take what is there; the clock moves to the last of it."""
-        for src in tuple(self._awaited):
-            if self._heard[src]:
-                self.clock = max(self.clock, self._heard[src].popleft())
-                self._awaited.remove(src)
+    def _round_over(self, overhead: float) -> bool:
+        """Take what is there, in order; the clock moves to the last of it."""
+        while self._awaited and self._heard[self._awaited[0]]:
+            self.clock = max(self.clock, self._heard[self._awaited.popleft()].popleft()) + overhead
         return not self._awaited
 
 

@@ -16,11 +16,13 @@ from thinwire.link.base import LOOK_UP_SECONDS, Link
 class TorchAllReduce(Collective):
     """`torch.distributed.all_reduce` over the process group of the link.
 
-    Priced and counted as the ring that gloo and, for large tensors, NCCL run. Gloo's receiver tells the sender that it
-    is ready before each message, so on long latencies it takes about twice the price.
+    Counted as the ring that gloo and, for large tensors, NCCL run, and priced as gloo's: its receiver tells the sender
+    that it is ready before each message, so a hop takes two latencies, 4(N-1) alpha + 2 (N-1)/N M beta. Gloo cuts each
+    piece in two, which hides some of that behind the bytes where there are many; NCCL's hop takes one latency.
     """
 
     name = "torch all-reduce"
+    latencies = 2
 
     def rounds(self, rank: int, world_size: int, numel: int, root: int = 0) -> Iterator[Round]:
         return RingAllReduce().rounds(rank, world_size, numel, root)

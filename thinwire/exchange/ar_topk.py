@@ -33,7 +33,7 @@ class ARTopk(Exchange):
     def run(self, link: Link, fed: Compensated, ratio: float, step: int, told: Told, out: torch.Tensor) -> Exchanged:
         coding = Coding(fed.x.numel(), self.selector.count(fed.x.numel(), ratio), fed.x.dtype)
         code = torch.empty(coding.index_bytes, dtype=torch.uint8, device=fed.x.device)
-        watch = Stopwatch()
+        watch = Stopwatch(link)
         leader, taken = self._lead(link, fed, ratio, step, watch)
         if link.rank == leader:
             with watch:

@@ -11,7 +11,6 @@ from thinwire.exchange.base import TOLD, Exchange, Stopwatch
 from thinwire.link.base import Link
 from thinwire.types import Exchanged, Sparse, Told
 
-_TOLD_BYTES = 8 * TOLD  # float64
 
 
 class Gathered(Exchange):
@@ -28,24 +27,25 @@ class Gathered(Exchange):
         self.values = values
 
     def run(self, link: Link, fed: Compensated, ratio: float, step: int, told: Told, out: torch.Tensor) -> Exchanged:
-        coding, watch = self._coding(fed.x.numel(), fed.x.dtype, ratio), Stopwatch()
-        messages = torch.empty(link.world_size, _TOLD_BYTES + coding.nbytes, dtype=torch.uint8, device=fed.x.device)
+        coding, watch = self._coding(fed.x.numel(), fed.x.dtype, ratio), Stopwatch(link)
+        head = TOLD * fed.x.element_size()
+        messages = torch.empty(link.world_size, head + coding.nbytes, dtype=torch.uint8, device=fed.x.device)
         with watch:
             sent = self._take(fed, ratio, step, coding)
             told = told._replace(energy_sent=float(sent.values.double().square().sum()))
-            messages[link.rank, :_TOLD_BYTES].view(torch.float64).copy_(torch.tensor(told, dtype=torch.float64))
-            coding.encode(sent, messages[link.rank, _TOLD_BYTES:])
+            messages[link.rank, :head].view(fed.x.dtype).copy_(torch.tensor(told, dtype=fed.x.dtype))
+            coding.encode(sent, messages[link.rank, head:])
         self.all_gather.run(link, messages.view(-1))
         with watch:
             mean = out[: fed.x.numel()].zero_()
             for message in messages:  # in the order of ranks, so that every rank adds up the same bits
-                add_entries(mean, coding.decode(message[_TOLD_BYTES:]), 1 / link.world_size)
-            everyones = messages[:, :_TOLD_BYTES].contiguous().view(torch.float64).tolist()
+                add_entries(mean, coding.decode(message[head:]), 1 / link.world_size)
+            everyones = messages[:, :head].contiguous().view(fed.x.dtype).tolist()
         return Exchanged(mean, Told(*map(sum, zip(*everyones, strict=True))), watch.seconds)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
         dtype = torch.float64 if itemsize == 8 else torch.float32
-        return [Leg(self.all_gather, world_size * (_TOLD_BYTES + self._coding(numel, dtype, ratio).nbytes), 1)]
+        return [Leg(self.all_gather, world_size * (itemsize * TOLD + self._coding(numel, dtype, ratio).nbytes), 1)]
 
     def _take(self, fed: Compensated, ratio: float, step: int, coding: Coding) -> Sparse:
         """Take the chosen entries out of x, as the other ends will see them; what rounding loses stays."""

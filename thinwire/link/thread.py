@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import torch
 
-from thinwire.link.base import Done, Link, Work, check_message
+from thinwire.link.base import Done, Link, Reading, Stretch, Work, check_message
 from thinwire.link.wire import Arrival, Turn, Wire
 from thinwire.types import Moment, Network
 
 T = TypeVar("T")
+
+_MUCH = 1_000_000  # bytes
 
 
 @dataclass(eq=False)
@@ -142,9 +144,19 @@ class ThreadLink(Link):
         """Let this rank's clock run on, as if it had been busy."""
         self.clock += seconds
 
+    def read_out(self) -> Reading:
+        """A virtual wire needs no guessing: it is what it is. One without latency or limits has nothing to notice."""
+        network = self.world.wire.network
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        return Reading(
+            tuple((peer, 2 * network.alpha) for peer in peers if network.alpha > 0),
+            (Stretch(_MUCH, _MUCH * network.beta),) if network.beta > 0 and peers else (),
+        )
+
     def _send(self, tensor: torch.Tensor, dst: int) -> Work:
         message = self.world.channel(self.rank, dst).for_send()
         message.data, message.moment = tensor.detach().clone(), self.moment
+        self.clock += self.world.wire.network.overhead
         self.world.wire.send(self.rank, dst, tensor.nbytes, self.clock, message)
         return Done()
 
@@ -163,7 +175,7 @@ class _Receive(Work):
         if message.done is None or message.done > link.clock + link.timeout:
             link.clock += link.timeout
             raise link._timed_out(self._src, self._moment)
-        link.clock = max(link.clock, message.done)
+        link.clock = max(link.clock, message.done) + link.world.wire.network.overhead
         assert message.data is not None
         check_message(
             link, self._src, self._moment, self._tensor, message.moment, message.data.dtype, message.data.nbytes

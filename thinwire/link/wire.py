@@ -6,6 +6,9 @@ A message of b bytes that a host sends at time t
     has arrived at          max(a, ingress free) + b beta, and its ingress is free again then.
 Bytes are handed through as they come (cut-through), so an idle path takes alpha + b beta. A host sends its messages in
 order, and takes messages in the order in which their first bytes come, the lowest sender first when they come together.
+
+A host's processor is busy for `overhead` seconds before it hands a message to its egress, and for as long again once it
+takes up a message that has arrived. The wire knows nothing of that: whoever runs a rank moves that rank's clock.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Wire(Generic[M]):
     """
 
     def __init__(self, network: Network, world_size: int) -> None:
-        self._network = network
+        self.network = network
         self._egress_free = [0.0] * world_size
         self._ingress_free = [0.0] * world_size
         self._coming: list[tuple[float, int, int, int, int, int, M | None]] = []
@@ -49,11 +52,11 @@ class Wire(Generic[M]):
         """Let `rank` go on at `time`."""
         self._push(time, 0, rank, rank, 0, None)
 
-    def send(self, src: int, dst: int, nbytes: int, time: float, message: M) -> None:
-        """Send at `time`."""
+    def send(self, src: int, dst: int, nbytes: int, time: float, message: M, latencies: int = 1) -> None:
+        """Send at `time`; the first byte takes so many latencies."""
         start = max(time, self._egress_free[src])
-        self._egress_free[src] = start + nbytes * self._network.beta
-        self._push(start + self._network.alpha, 1, src, dst, nbytes, message)
+        self._egress_free[src] = start + nbytes * self.network.beta
+        self._push(start + latencies * self.network.alpha, 1, src, dst, nbytes, message)
 
     def next(self) -> tuple[float, Turn | Arrival[M]] | None:
         """The next event and its time; for an arrival, the time of the message's last byte. None when all is quiet."""
@@ -62,7 +65,7 @@ class Wire(Generic[M]):
         time, is_message, _, _, rank, nbytes, message = heapq.heappop(self._coming)
         if not is_message:
             return time, Turn(rank)
-        done = max(time, self._ingress_free[rank]) + nbytes * self._network.beta
+        done = max(time, self._ingress_free[rank]) + nbytes * self.network.beta
         self._ingress_free[rank] = done
         return done, Arrival(rank, cast(M, message))
 

@@ -1,0 +1,115 @@
+"""thinwire plan, as a script or a person would use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli import app
+from thinwire.control.prices import ways
+from thinwire.exchange import build, complete
+from thinwire.types import Network
+
+runner = CliRunner()
+RESNET18 = "--hosts 8 --params 11689512 --latency 1ms --rate 10gbit"
+
+
+def _figures(arguments: str) -> Any:
+    result = runner.invoke(app, ["plan", *arguments.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    [line] = result.output.splitlines()
+    return json.loads(line)
+
+
+def test_the_papers_prices_are_its_table_vi() -> None:
+    figures = _figures(f"{RESNET18} --ratio 0.1 --prices paper")
+    assert figures["best"] == "ART-Ring"
+    assert figures["seconds"].keys() == {"AG", "ART-Ring", "ART-Tree", "PS", "Ring-AR", "Tree-AR"}
+    for name, ms in (("AG", 54), ("ART-Ring", 35), ("ART-Tree", 43.2)):
+        assert figures["seconds"][name] == pytest.approx(ms / 1e3, rel=0.03)
+
+
+def test_our_prices_are_those_of_the_exchanges() -> None:
+    figures = _figures("--hosts 4 --params 100000 --latency 5ms --rate 100mbit --overhead 50us --ratio 0.01")
+    assert figures["seconds"].keys() == {str(way) for way in ways(4, has_group=True)}
+    assert figures["best"] == min(figures["seconds"], key=figures["seconds"].get)
+    network = Network(alpha=5e-3, beta=8e-8, overhead=5e-5)
+    exchange = build(complete("topk-allgather", 0.01, "direct"), (100_000,))
+    expected = exchange.seconds(network, 100_000, 0.01, 4)
+    assert figures["seconds"]["topk-allgather over direct"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("prices", ["ours", "paper"])
+def test_without_a_ratio_the_knee_of_the_front_is_taken(prices: str) -> None:
+    figures = _figures(f"{RESNET18} --prices {prices}")
+    front = figures["front"]
+    assert (front[0]["ratio"], front[-1]["ratio"]) == (0.001, 0.1)
+    assert front[0]["gain"] == pytest.approx(0.09)
+    assert front[0]["seconds"] < front[-1]["seconds"]
+    assert 0.002 < figures["ratio"] < 0.05
+
+
+def test_a_person_gets_a_table_with_the_fastest_first_and_a_picture() -> None:
+    result = runner.invoke(app, ["plan", *RESNET18.split(), "--prices", "paper", "--gains", "0.1=0.7,0.01=0.2"])
+    assert result.exit_code == 0, result.output
+    names = [line.split()[0] for line in result.output.splitlines() if line.startswith(("A", "P", "R", "Tree"))]
+    assert set(names) == {"AG", "ART-Ring", "ART-Tree", "PS", "Ring-AR", "Tree-AR"}
+    assert names[-1] == "PS"
+    assert "assumption (0.1=0.7,0.01=0.2)" in result.output
+    assert sum("K" in line for line in result.output.splitlines()) == 2  # in the picture and in the words above it
+
+
+def test_with_a_ratio_there_is_no_picture() -> None:
+    result = runner.invoke(app, ["plan", *RESNET18.split(), "--prices", "paper", "--ratio", "0.1"])
+    assert "knee" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--ratio 2", "--ratio must be in (0, 1]"),
+        ("--ratio nan", "--ratio must be in (0, 1]"),
+        ("--latency 5", "'5' is not a time"),
+        ("--rate fast", "'fast' is not a rate"),
+        ("--prices theirs", "--prices must be ours or paper, got 'theirs'"),
+        ("--gains vgg", "none of resnet18, resnet50, alexnet, vit"),
+        ("--gains 0.1=0.2,0.01=0.3", "a gain cannot fall"),
+        ("--low 0.5", "0 < low <= high <= 1"),
+        ("--hosts 1000", "more than 64 hosts"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: str, sentence: str) -> None:
+    result = runner.invoke(app, ["plan", "--params", "1000", *arguments.split()])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("thinwire plan: ")
+    assert sentence in line
+
+
+@pytest.mark.parametrize("arguments", ["--hosts 1", "--rate unlimited", "--params 1", "--hosts 2 --latency 0s"])
+def test_the_corners_have_prices_too(arguments: str) -> None:
+    for prices in ("ours", "paper"):
+        figures = _figures(f"--params 5000 {arguments} --prices {prices}")
+        assert all(price >= 0 for price in figures["seconds"].values())
+
+
+def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("plan started something")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr("socket.socket.bind", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("torch.distributed.init_process_group", refuse)
+    _figures("--params 5000 --hosts 2")
+
+
+def test_help_teaches() -> None:
+    result = runner.invoke(app, ["plan", "--help"])
+    assert result.exit_code == 0
+    assert "thinwire plan --params 11689512 --hosts 8" in result.output

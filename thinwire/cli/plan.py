@@ -1,0 +1,265 @@
+"""thinwire plan: what every way of exchanging gradients would cost on a network, without the network."""
+
+from __future__ import annotations
+
+import functools
+import json as json_module
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from thinwire.cli.options import Json
+
+if TYPE_CHECKING:
+    from thinwire.control.pareto import Front
+    from thinwire.types import Network
+
+_WIDTH, _HEIGHT = 64, 16
+_HOSTS = 64  # playing every message of more takes minutes
+
+Hosts = Annotated[int, typer.Option(min=1, help="How many hosts, one rank each.")]
+Params = Annotated[
+    int, typer.Option(min=1, help="Float32 entries of the gradient; 11689512 is ResNet18, 25557032 ResNet50.")
+]
+Latency = Annotated[str, typer.Option(help="One way from host to host, like 1ms.")]
+Rate = Annotated[str, typer.Option(help="Of every host's connection, each way, like 10gbit.")]
+Overhead = Annotated[str, typer.Option(help="Of a host's processor for each message sent or received, like 50us.")]
+OneRatio = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of entries to send, in (0, 1]: 0.01 is 1 %. Without it the front is drawn and its knee taken."
+    ),
+]
+PriceList = Annotated[
+    str,
+    typer.Option(
+        "--prices", help="ours: this implementation's schedules, played. paper: Tyagi & Swany's closed forms."
+    ),
+]
+Gains = Annotated[
+    str,
+    typer.Option(
+        help="Share of the gradient's energy that a ratio keeps, assumed for the front: resnet18, resnet50, alexnet or "
+        "vit as read from the paper's Fig. 3, or your own, like 0.1=0.73,0.01=0.25."
+    ),
+]
+Low = Annotated[float, typer.Option(help="The least ratio of the front.")]
+High = Annotated[float, typer.Option(help="The largest ratio of the front.")]
+
+
+class _Line(NamedTuple):
+    """One exchange in the table: its price, and what it sends."""
+
+    name: str
+    seconds: float
+    messages: float
+    nbytes: float
+
+
+class _Prices(NamedTuple):
+    """A price list for one network: all lines at a ratio, and the seconds of the fastest that compresses."""
+
+    lines: Callable[[float], list[_Line]]
+    fastest: Callable[[float], float]
+    columns: tuple[str, str]
+
+
+def plan(
+    params: Params,
+    hosts: Hosts = 8,
+    latency: Latency = "1ms",
+    rate: Rate = "1gbit",
+    overhead: Overhead = "0s",
+    ratio: OneRatio = None,
+    prices: PriceList = "ours",
+    gains: Gains = "resnet18",
+    low: Low = 0.001,
+    high: High = 0.1,
+    json: Json = False,
+) -> None:
+    """Price every way of exchanging gradients on a network that need not exist.
+
+    With --ratio: one table, the fastest first.
+    Without: the Pareto front of time against gain too, and the table at its knee
+    (the paper's choice: weights 0.6 for time and 0.4 for 1/gain).
+    Nothing is started and nothing is sent.
+
+    thinwire plan --params 11689512 --hosts 8 --latency 1ms --rate 10gbit
+
+    thinwire plan --params 25557032 --hosts 4 --latency 20ms --rate 100mbit --ratio 0.01
+    """
+    from thinwire.control import pareto
+
+    with _told():
+        network, chosen, points = _network(latency, rate, overhead), _checked(ratio), None
+        price_list = _price_list(prices, network, params, hosts, low, high)
+        if chosen is None:
+            gain = _gain(gains)
+            points = pareto.front(price_list.fastest, gain, low, high)
+            chosen = pareto.knee(price_list.fastest, gain, low, high)
+    lines = sorted(price_list.lines(chosen), key=lambda line: line.seconds)
+    if json:
+        typer.echo(json_module.dumps(_figures(lines, chosen, points)))
+        return
+    _print_table(lines, price_list, f"{params:,} parameters, {hosts} hosts, {latency}, {rate}, ratio {chosen:.3g}")
+    if points is not None:
+        _print_front(points, chosen, gains)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A mistake is one sentence and no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"thinwire plan: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _network(latency: str, rate: str, overhead: str) -> Network:
+    from thinwire.lab import units
+    from thinwire.types import Network
+
+    return Network(alpha=units.seconds(latency), beta=1 / units.rate(rate), overhead=units.seconds(overhead))
+
+
+def _checked(ratio: float | None) -> float | None:
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ValueError(f"--ratio must be in (0, 1], got {ratio}.")
+    return ratio
+
+
+def _gain(text: str) -> Callable[[float], float]:
+    from thinwire.control import paper
+
+    if text in paper.GAINS:
+        return paper.gain_curve(paper.GAINS[text])
+    try:
+        pairs = [pair.split("=") for pair in text.split(",")]
+        readings = {float(ratio): float(gain) for ratio, gain in pairs}
+    except ValueError:
+        known = ", ".join(paper.GAINS)
+        raise ValueError(f"--gains {text!r} is none of {known}, nor readings like 0.1=0.73,0.01=0.25.") from None
+    return paper.gain_curve(readings)
+
+
+def _price_list(name: str, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
+    if name == "paper":
+        return _papers(network, params, hosts)
+    if name == "ours":
+        return _ours(network, params, hosts, low, high)
+    raise ValueError(f"--prices must be ours or paper, got {name!r}.")
+
+
+def _papers(network: Network, params: int, hosts: int) -> _Prices:
+    from thinwire.control import paper
+    from thinwire.types import Network
+
+    def at(network: Network, ratio: float) -> dict[str, float]:
+        return paper.seconds(network, 4 * params, ratio, hosts)
+
+    def lines(ratio: float) -> list[_Line]:
+        # The coefficients of alpha and beta: what of each lies one after the other on the way to the result.
+        latencies, nbytes = at(Network(alpha=1.0, beta=0.0), ratio), at(Network(alpha=0.0, beta=1.0), ratio)
+        return [_Line(key, price, latencies[key], nbytes[key]) for key, price in at(network, ratio).items()]
+
+    def fastest(ratio: float) -> float:
+        return min(at(network, ratio)[key] for key in paper.COMPRESSED)
+
+    return _Prices(lines, fastest, ("latencies in a row", "bytes in a row"))
+
+
+def _ours(network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
+    import numpy as np
+
+    from thinwire.control.prices import Prices, ways
+
+    if hosts > _HOSTS:
+        raise ValueError(f"--prices ours plays every message, which takes too long for more than {_HOSTS} hosts.")
+    prices = Prices(params, 4, hosts, ways(hosts, has_group=True))
+    sparse = [i for i, way in enumerate(prices.ways) if way.exchange != "dense"]
+
+    def lines(ratio: float) -> list[_Line]:
+        table = prices.table(network, [ratio])[:, 0]
+        return [
+            _Line(str(way), float(price), *prices.volume(way, ratio))
+            for way, price in zip(prices.ways, table, strict=True)
+        ]
+
+    @functools.cache
+    def knots() -> tuple[Any, Any]:
+        ratios = np.geomspace(low, high, 25)
+        return ratios, prices.table(network, list(ratios))[sparse].min(axis=0)
+
+    def fastest(ratio: float) -> float:
+        return float(np.interp(ratio, *knots()))  # time is all but a straight line between neighbours
+
+    return _Prices(lines, fastest, ("messages", "bytes"))
+
+
+def _figures(lines: list[_Line], ratio: float, points: Front | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "seconds": {line.name: line.seconds for line in lines},
+        "best": lines[0].name,
+        "ratio": ratio,
+    }
+    if points is not None:
+        figures["front"] = [
+            {"ratio": float(r), "seconds": float(t), "gain": float(g)} for r, t, g in zip(*points, strict=True)
+        ]
+    return figures
+
+
+def _print_table(lines: list[_Line], prices: _Prices, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from thinwire.lab.units import format_seconds
+
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
+    table.add_column("exchange")
+    for column in ("time", *prices.columns):
+        table.add_column(column, justify="right")
+    for line in lines:
+        table.add_row(line.name, format_seconds(line.seconds), f"{line.messages:.3g}", f"{line.nbytes:,.0f}")
+    Console().print(table)
+
+
+def _print_front(points: Front, knee: float, gains: str) -> None:
+    from thinwire.lab.units import format_seconds
+
+    typer.echo(f"\nTime of the fastest compressed exchange against gain, ratios {points.ratios[0]:g} to ", nl=False)
+    typer.echo(f"{points.ratios[-1]:g}; K is the knee, ratio {knee:.3g}.")
+    typer.echo(f"The gain at a ratio is an assumption ({gains}): yours depends on the model and on the training.\n")
+    top, bottom = format_seconds(points.seconds[-1]), format_seconds(points.seconds[0])
+    rows = _draw(points, knee)
+    for i, row in enumerate(rows):
+        label = top if i == 0 else bottom if i == len(rows) - 1 else ""
+        typer.echo(f"{label:>10} |{row}".rstrip())
+    typer.echo(f"{'':>10} +{'-' * _WIDTH}")
+    left, right = f"gain {points.gains[0]:.2f}", f"{points.gains[-1]:.2f}"
+    typer.echo(f"{'':>12}{left}{right:>{_WIDTH - len(left)}}")
+
+
+def _draw(points: Front, knee: float) -> list[str]:
+    """Gain to the right, time upwards on a logarithmic scale, K at the knee."""
+    rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    nearest = min(range(len(points.ratios)), key=lambda i: abs(math.log(points.ratios[i] / knee)))
+    order = [i for i in range(len(points.ratios)) if i != nearest] + [nearest]
+    for i in order:
+        x = _place(points.gains[i], points.gains[0], points.gains[-1], _WIDTH)
+        y = _place(_log(points.seconds[i]), _log(points.seconds[0]), _log(points.seconds[-1]), _HEIGHT)
+        rows[_HEIGHT - 1 - y][x] = "K" if i == nearest else "o"
+    return ["".join(row) for row in rows]
+
+
+def _log(seconds: float) -> float:
+    return math.log(max(seconds, 1e-12))
+
+
+def _place(value: float, low: float, high: float, cells: int) -> int:
+    share = (value - low) / (high - low) if high > low else 0.0
+    return min(cells - 1, int(share * cells))

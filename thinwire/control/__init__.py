@@ -1,0 +1,1 @@
+"""Which exchange to use, at which ratio: decided from numbers only, never from tensors."""
