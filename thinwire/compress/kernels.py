@@ -347,3 +347,41 @@ def ascends(indices, limit):
         fine &= indices[i] > previous
         previous = indices[i]
     return fine and previous < limit
+
+
+@_compiled
+def count_magnitudes(words, shift, lowest, run, stride, bins):
+    """Count entries by the upper bits of their magnitudes: the first `run` of every `stride`; return how many.
+
+    `words` are the bits of floats as unsigned integers. Without the sign and shifted by `shift` they number a bin, the
+    first of which is `lowest`; what lies outside goes into the first and the last.
+    """
+    magnitude = (_U(1) << _U(words.itemsize * 8 - 1)) - _U(1)
+    first, last = _U(lowest), _U(bins.shape[0] - 1)
+    seen = 0
+    for start in range(0, words.shape[0], stride):
+        end = min(start + run, words.shape[0])
+        for i in range(start, end):
+            number = max((_U(words[_U(i)]) & magnitude) >> _U(shift), first) - first
+            bins[min(number, last)] += 1
+        seen += end - start
+    return seen
+
+
+@_compiled
+def count_large_magnitudes(x, words, threshold, shift, lowest, bins):
+    """Count the entries with |x| >= threshold, all of them, as `count_magnitudes` does."""
+    magnitude = (_U(1) << _U(words.itemsize * 8 - 1)) - _U(1)
+    first, last = _U(lowest), _U(bins.shape[0] - 1)
+    whole = x.shape[0] // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        hits = _reaching(x, _U(start), threshold)
+        while hits != _U(0):
+            word = words[_U(start) + _lowest_bit(hits)]
+            number = max((_U(word) & magnitude) >> _U(shift), first) - first
+            bins[min(number, last)] += 1
+            hits &= hits - _U(1)
+    for i in range(whole, x.shape[0]):
+        if abs(x[i]) >= threshold:
+            number = max((_U(words[_U(i)]) & magnitude) >> _U(shift), first) - first
+            bins[min(number, last)] += 1

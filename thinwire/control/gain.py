@@ -1,0 +1,117 @@
+"""GainCurve: which share of the gradient's energy each exchange would send, at any ratio.
+
+Two things are measured. A histogram tells what the largest entries of x = gradient + error hold at the candidate
+ratios; K(c) is that share, over all ranks. And the exchange that runs, at ratio c_0, sends the share G_0.
+
+K is right for the next step only: a smaller ratio leaves more error behind, x becomes larger and flatter, and after
+some hundred steps far less of it is sent than K promised (mlp on digits: K(0.001) = 0.16 while 0.1 runs, but 0.02 once
+0.001 runs). What training feels is the gain that lasts. In the runs of benchmarks/steps_to_accuracy.py it follows
+
+    gain_e(c) = 1 - exp(-A f_e o(c)^s_e),    o(c) = (c / (1 - c)) / (0.1 / 0.9)
+
+for every model and every exchange e, with one number A that depends on the model and the time, and f_e and s_e that do
+not: with an error of RMS_ERROR in the logarithm. It goes as c^s where it is small, is 1 at c = 1, continuous and never
+falling. A comes from G_0 where something has been sent lately, else from the histogram of gradients without error,
+A = -UNDER_ERROR log(1 - K(0.1)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+CANDIDATES = (0.1, 0.033, 0.011, 0.004, 0.001)
+
+_LARGEST = CANDIDATES[0]
+_NEWEST_KEPT = 0.3  # the weight of the newest sample in a running value
+_NEWEST_MEASURED = 0.05
+_FORGET = 2 * len(CANDIDATES)  # histograms without a measured gain after which that of old says nothing more
+_LEAST, _MOST = 1e-6, 0.999  # gains that a rate can be taken from
+
+# By `python benchmarks/fit_steps.py`: f and s of each exchange.
+SHAPES = {
+    "topk-allgather": (1.0, 0.91),
+    "ms-topk": (1.0, 0.91),
+    "layerwise-topk": (0.64, 0.87),
+    "star-topk": (0.51, 0.83),
+    "var-topk": (0.52, 0.85),
+}
+RMS_ERROR = 0.1
+UNDER_ERROR = 0.65  # 0.5 to 0.8, by model
+USUAL_RATE = 1.8  # 0.9 to 2.5, by model
+
+
+@dataclass(frozen=True, kw_only=True)
+class GainCurve:
+    """See the module. Made of plain numbers that all ranks agreed on; `with_...` give the curve one sample later.
+
+    Attributes:
+        kept: K by ratio, smoothed.
+        rate: A by what was really sent, smoothed; None if nothing was, or not lately.
+        unmeasured: how many samples of K came since the last one of the rate.
+
+    >>> curve = GainCurve().with_measured("star-topk", 0.01, 0.1)
+    >>> [round(curve.gain("topk-allgather", ratio), 3) for ratio in (0.1, 0.01, 0.001)]
+    [0.779, 0.157, 0.021]
+    """
+
+    kept: Mapping[float, float] = field(default_factory=dict)
+    rate: float | None = None
+    unmeasured: int = 0
+
+    def with_kept(self, ratio: float, share: float) -> GainCurve:
+        """After a histogram told which share of the energy the largest entries of x hold at this ratio."""
+        if not 0 < share <= 1:
+            return self
+        before = self.kept.get(ratio, share)
+        kept = {**self.kept, ratio: _rounded(before + _NEWEST_KEPT * (share - before))}
+        forgotten = self.unmeasured + 1 >= _FORGET
+        return replace(self, kept=kept, rate=None if forgotten else self.rate, unmeasured=self.unmeasured + 1)
+
+    def with_measured(self, exchange: str, ratio: float, gain: float) -> GainCurve:
+        """After an exchange at this ratio sent this share of the energy."""
+        if exchange not in SHAPES or not 0 < gain <= 1 or not 0 < ratio < 1:
+            return self
+        rate = -math.log1p(-min(max(gain, _LEAST), _MOST)) / _shape(exchange, ratio)
+        # From what was expected on, slowly: after a change of ratio the error takes its time to follow.
+        expected = self._rate() if self.kept or self.rate is not None else rate
+        return replace(self, rate=_rounded(expected * math.pow(rate / expected, _NEWEST_MEASURED)), unmeasured=0)
+
+    def gain(self, exchange: str, ratio: float) -> float:
+        """The share of the energy that this exchange sends at this ratio, once it has run for a while."""
+        if exchange == "dense" or ratio >= 1:
+            return 1.0
+        return -math.expm1(-self._rate() * _shape(exchange, ratio))
+
+    def points(self) -> list[tuple[float, float]]:
+        """The candidate ratios and the gain of the exact top-k at each."""
+        return [(ratio, self.gain("topk-allgather", ratio)) for ratio in CANDIDATES]
+
+    def to_json(self) -> dict[str, Any]:
+        kept = [[ratio, share] for ratio, share in self.kept.items()]
+        return {"kept": kept, "rate": self.rate, "unmeasured": self.unmeasured}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> GainCurve:
+        kept = {float(ratio): float(share) for ratio, share in state["kept"]}
+        rate = None if state["rate"] is None else float(state["rate"])
+        return cls(kept=kept, rate=rate, unmeasured=int(state["unmeasured"]))
+
+    def _rate(self) -> float:
+        if self.rate is not None:
+            return self.rate
+        if _LARGEST in self.kept:
+            return -UNDER_ERROR * math.log1p(-min(max(self.kept[_LARGEST], _LEAST), _MOST))
+        return USUAL_RATE
+
+
+def _shape(exchange: str, ratio: float) -> float:
+    f, s = SHAPES[exchange]
+    return f * math.pow(ratio / (1 - ratio) * (1 - _LARGEST) / _LARGEST, s)
+
+
+def _rounded(value: float) -> float:
+    """To seven digits, so that the last bits of a logarithm cannot tell two ranks apart."""
+    return float(f"{value:.6e}")
