@@ -5,7 +5,10 @@ Nothing blocks before `Work.wait()`: a ring of ranks that all send before they r
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,29 @@ class Done(Work):
 
     def wait(self) -> None:
         pass
+
+
+class Stretch(NamedTuple):
+    """A while in which bytes came in without a pause: so many in so many seconds."""
+
+    nbytes: int
+    seconds: float
+
+
+class Reading(NamedTuple):
+    """What a link noticed of the network since it was last read out.
+
+    Attributes:
+        round_trips: a peer and the seconds that a message of nothing took there and back; peer -1 is one unknown.
+        stretches: of everything that came in, from all peers together, since they share the way in.
+        probe_bytes: sent for the sake of measuring alone.
+        delayed: round trips that met payload on their way, and may have had to wait behind it.
+    """
+
+    round_trips: tuple[tuple[int, float], ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    probe_bytes: int = 0
+    delayed: tuple[tuple[int, float], ...] = ()
 
 
 class Link(ABC):
@@ -75,6 +101,21 @@ class Link(ABC):
     @abstractmethod
     def now(self) -> float:
         """Seconds on this rank's clock, which never runs backwards and is never compared with another rank's."""
+
+    def processor_seconds(self) -> float:
+        """What this thread has computed so far, on a clock that stands still while others have the processor."""
+        return time.thread_time()
+
+    def probe(self, peers: Iterable[int], at_once: bool = True) -> None:  # noqa: B027 (one that cannot need not say so)
+        """Ask each peer for a sign of life, to see how long it takes. Never waits: the next `read_out`s will tell.
+
+        With `at_once=False` it may take a while, or, when there was no message for long, until the next one; but it
+        costs the caller nothing.
+        """
+
+    def read_out(self) -> Reading:
+        """What was noticed of the network since the last call."""
+        return Reading()
 
     def close(self) -> None:  # noqa: B027 (a link with nothing to close need not say so)
         """Leave in peace. Closing twice is fine."""

@@ -25,19 +25,26 @@ from thinwire.link.base import where
 from thinwire.link.frames import (
     ABORT,
     DATA,
+    FRAME_BYTES,
     GOODBYE,
     HEADER_BYTES,
     LOST,
+    PING,
+    PONG,
+    PROBES,
     TRAILER_BYTES,
     Farewell,
     FrameError,
     Header,
+    decode_delayed,
     decode_header,
+    decode_held,
     decode_reason,
     dtype_code,
     encode_trailer,
 )
-from thinwire.link.transfer import Receiving, Sending, bytes_of, on_host
+from thinwire.link.meter import PIECE_SECONDS, STAMP_BYTES, age_of, ask_for_stamps
+from thinwire.link.transfer import Ping, Pong, Receiving, Sending, bytes_of, on_host
 from thinwire.types import Moment
 
 if TYPE_CHECKING:
@@ -45,6 +52,8 @@ if TYPE_CHECKING:
 
 MAX_EARLY_BYTES = 64 * 2**20  # kept for one peer before its receives are posted
 EARLY_FRAME_COST = 1024  # what an early frame counts on top of its payload, so that empty ones are bounded too
+SIOCOUTQNSD = 0x894B
+MAX_ASKED = 16  # pings to one peer without an answer; beyond that the oldest is forgotten
 SEND_BYTES = 2**20  # at most this much per system call, so that the lock is never held for long
 
 
@@ -98,6 +107,7 @@ class Connection:
         self.link, self.peer, self.socket = link, peer, sock
         self.heard_at = self.accepted_at = time.monotonic()
         self.said_goodbye = False  # by the peer
+        self.probe_bytes = 0  # of pings and pongs sent
         self._run_id = run_id
         self._lock = threading.Lock()
         self._broken = False  # the peer takes nothing any more
@@ -114,6 +124,13 @@ class Connection:
         self._frames_begun = 0
         self._held: Header | None = None  # a frame too large to keep that waits for its receive
         self._arriving: _Arrival | None = None
+        self._parting = False  # nothing may follow our farewell
+        self._tokens = 0
+        self._asked: dict[int, Ping] = {}
+        self._came_at = self.heard_at  # when the last byte that was read had come to this host
+        self._is_stamped = ask_for_stamps(sock)
+        self._metered_to: float | None = None  # what has come of the arriving frame until then is in the meter
+        self._unmetered = 0  # and these bytes have come since
 
     # --- sending
 
@@ -137,6 +154,8 @@ class Connection:
 
     def farewell(self, kind: int, text: bytes, moment: Moment) -> None:
         """Say goodbye, or say why we go."""
+        with self._lock:
+            self._parting = True
         self.send(Sending(self, torch.empty(0), moment, kind, memoryview(text), 0))
 
     def flush(self) -> None:
@@ -164,6 +183,7 @@ class Connection:
                     return
                 room -= sending.taken[-1]
                 self.accepted_at = time.monotonic()
+                self.link.meter.note_sent(self.accepted_at, sending.taken[-1])
             if sending.gone:
                 self._frames_sent = sending.sequence + 1
                 sending.finish()
@@ -205,6 +225,36 @@ class Connection:
         except OSError:
             self._broken = True
         return self._broken
+
+    # --- measuring, for the I/O thread only
+
+    def has_unsent(self) -> bool:
+        """Does something wait in this host to be sent?"""
+        return bool(self._to_send) or _unsent(self.socket) > 0
+
+    def ping(self) -> None:
+        """Ask for a sign of life."""
+        self._tokens += 1
+        self._asked[self._tokens] = Ping(self, self._tokens)
+        self._asked.pop(self._tokens - MAX_ASKED, None)
+        self._probe(self._asked[self._tokens])
+
+    def _probe(self, probe: Sending) -> None:
+        """Send it at once, or never: what waits behind a payload would only tell how long that took."""
+        with self._lock:
+            if not (self._to_send or self._parting or self._broken or self.said_goodbye):
+                self.probe_bytes += FRAME_BYTES
+                self._to_send.append(probe)
+                self._send_some()
+
+    def _hear_pong(self, header: Header) -> None:
+        """What the peer claims is only believed as far as it makes the time shorter, but not less than nothing."""
+        ping = self._asked.pop(header.step, None)
+        if ping is not None and ping.gone:
+            seconds = self._came_at - ping.left_at - decode_held(header)
+            delayed = decode_delayed(header) or self.link.meter.was_receiving(self._came_at)
+            if seconds > 0:
+                self.link.meter.note_round_trip(self.peer, seconds, delayed)
 
     # --- receiving
 
@@ -252,13 +302,20 @@ class Connection:
                 return
         arrival = self._arriving
         assert arrival is not None
-        arrival.take(self._receive(arrival.room()))
+        received = self._receive(arrival.room())
+        arrival.take(received)
+        if received and arrival.header.kind == DATA:
+            self._meter(received, arrival.whole)
+        if received and arrival.header.kind not in PROBES:
+            self.heard_at = time.monotonic()
         if arrival.whole:
             self._end(arrival)
 
     def _read_header(self) -> bool:
-        self._head_filled += self._receive([memoryview(self._head)[self._head_filled :]])
+        received = self._receive([memoryview(self._head)[self._head_filled :]])
+        self._head_filled += received
         if self._head_filled < HEADER_BYTES:
+            self.heard_at = time.monotonic() if received else self.heard_at
             return False
         self._head_filled = 0
         try:
@@ -266,6 +323,12 @@ class Connection:
         except FrameError as error:
             raise self._error(str(error)) from None
         self._frames_begun += 1
+        if self._held.kind not in PROBES:  # which only tell that the peer's link is alive, not that it works
+            self.heard_at = time.monotonic()
+        # What came in one packet with the header came at once, and tells nothing about a rate. Packets may become
+        # larger or smaller while the connection lasts.
+        segment = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+        self._metered_to, self._unmetered = self._came_at, HEADER_BYTES - segment
         return True
 
     def _begin(self) -> bool:
@@ -286,9 +349,25 @@ class Connection:
             elif self._broken:
                 raise self._lost()
             else:
+                self._metered_to = None  # from here on it is we who are slow
                 return False
             self._held = None
         return True
+
+    def _meter(self, received: int, whole: bool) -> None:
+        """Note that so many bytes have come, and when: the rest of the frame's first packet together with its header.
+
+        Where the kernel does not tell when they came it was when they were read. That is right for as long as reading
+        empties the socket and more is to come, but the last bytes may have lain there for any time.
+        """
+        self.link.meter.note_received(self._came_at)
+        if self._metered_to is None or (whole and not self._is_stamped):
+            return
+        self._unmetered += received
+        start, end = self._metered_to, self._came_at
+        if self._unmetered > 0 and (whole or end - start >= PIECE_SECONDS):
+            self.link.meter.note(start, max(start, end), self._unmetered)
+            self._metered_to, self._unmetered = max(start, end), 0
 
     def _end(self, arrival: _Arrival) -> None:
         if arrival.damaged:
@@ -299,6 +378,11 @@ class Connection:
                 arrival.hand_over()
         if arrival.header.kind in (ABORT, LOST):
             raise self._told(arrival.header.kind, bytes(arrival.view))
+        if arrival.header.kind == PING:
+            delayed = self.link.meets_payload(self._came_at)
+            self._probe(Pong(self, arrival.header.step, self._came_at, delayed))
+        if arrival.header.kind == PONG:
+            self._hear_pong(arrival.header)
         if arrival.header.kind == GOODBYE:
             with self._lock:
                 self.said_goodbye = True
@@ -306,7 +390,7 @@ class Connection:
 
     def _receive(self, room: list[memoryview]) -> int:
         try:
-            received = self.socket.recvmsg_into(room)[0]
+            received, extras, _, _ = self.socket.recvmsg_into(room, STAMP_BYTES)
         except BlockingIOError:
             return 0
         except OSError:
@@ -314,7 +398,9 @@ class Connection:
         if received == 0:
             self._broken = True
             raise self._lost()
-        self.heard_at = time.monotonic()
+        age = age_of(extras)
+        self._is_stamped = age is not None
+        self._came_at = time.monotonic() - (age or 0.0)
         return received
 
     # --- ending
@@ -370,6 +456,16 @@ def failed(rank: int, peer: int, reason: str) -> Failure:
 def _unacknowledged(sock: socket.socket) -> int:
     """Bytes that the kernel has taken and the peer's kernel has not confirmed (SIOCOUTQ, by its other name)."""
     return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
+def _unsent(sock: socket.socket) -> int:
+    """Bytes that the kernel has taken and not sent yet (SIOCOUTQNSD); nothing where it does not tell."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        return int.from_bytes(fcntl.ioctl(sock.fileno(), SIOCOUTQNSD, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 def _early_cost(header: Header) -> int:

@@ -16,7 +16,9 @@ import torch
 MAGIC = b"tnwr"
 VERSION = 1
 
-DATA, GOODBYE, ABORT, LOST = range(4)
+# Only ever append. A PING is answered by a PONG at once; both are a header and nothing else.
+DATA, GOODBYE, ABORT, LOST, PING, PONG = range(6)
+PROBES = (PING, PONG)
 
 # Only ever append: the position is the code on the wire.
 DTYPES = (
@@ -49,6 +51,8 @@ _FIELDS = struct.Struct(f"!4sBBBx{RUN_ID_BYTES}sQq8s8sQ")
 _HEADER = struct.Struct(_FIELDS.format + "I")  # and the crc of all that
 
 _ORIGIN = struct.Struct("!I")
+_HELD = struct.Struct("!Q")  # nanoseconds, where other frames have their plan
+_CLEAR, _DELAYED = bytes(8), bytes(7) + b"\1"  # where other frames have their collective
 
 HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
@@ -116,8 +120,10 @@ def decode_header(raw: bytes | bytearray, run_id: bytes, sequence: int) -> Heade
         raise FrameError("a frame of another run")
     if header.sequence != sequence:
         raise FrameError(f"frame {header.sequence} where frame {sequence} was due")
-    if header.kind not in (DATA, GOODBYE, ABORT, LOST) or header.dtype_code >= len(DTYPES):
+    if header.kind > PONG or header.dtype_code >= len(DTYPES):
         raise FrameError(f"a frame of unknown kind {header.kind} or type {header.dtype_code}")
+    if header.kind in PROBES and header.nbytes > 0:
+        raise FrameError(f"a probe of {header.nbytes} bytes")
     if header.kind != DATA and header.nbytes > REASON_BYTES:
         raise FrameError(f"a farewell of {header.nbytes} bytes")
     return header
@@ -132,6 +138,24 @@ class Farewell(NamedTuple):
 
     def encode(self) -> bytes:
         return encode_reason(self.origin, self.reason)
+
+
+def encode_held(seconds: float) -> bytes:
+    """How long a PING lay with the rank that answers it, so that its asker can leave that out."""
+    return _HELD.pack(max(0, round(seconds * 1e9)))
+
+
+def decode_held(header: Header) -> float:
+    return float(_HELD.unpack(header.plan)[0]) / 1e9
+
+
+def encode_delayed(delayed: bool) -> bytes:
+    """Whether a PING or its PONG met payload where it was answered."""
+    return _DELAYED if delayed else _CLEAR
+
+
+def decode_delayed(header: Header) -> bool:
+    return header.collective != _CLEAR
 
 
 def encode_trailer(crc: int) -> bytes:

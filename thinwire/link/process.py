@@ -12,16 +12,20 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import LinkError, LinkTimeout, PeerLost
-from thinwire.link.base import LOOK_UP_SECONDS, Link, Work, check_timeout, where
+from thinwire.link.address import own_address
+from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Stretch, Work, check_timeout, where
+from thinwire.link.tcp_info import Seen, connections
 from thinwire.types import Moment
 
 _TAGS = 2**31
+_READINGS_BETWEEN_QUESTIONS = 16  # to the store, for which host each rank is on
 
 
 class ProcessLink(Link):
@@ -49,6 +53,10 @@ class ProcessLink(Link):
         self._sent_to = [0] * self.world_size
         self._posted_from = [0] * self.world_size
         self._idle_waiters: list[_Waiter] = []
+        self._rank_on: dict[str, int] | None = None  # by address; None until all ranks have told theirs
+        self._readings = 0
+        self._acked: dict[int, int] = {}
+        self._tell_address()
 
     def now(self) -> float:
         return time.monotonic()
@@ -57,6 +65,62 @@ class ProcessLink(Link):
         """Let the helper threads go. The process group is not ours to close."""
         while self._idle_waiters:
             self._idle_waiters.pop().dismiss()
+
+    # --- measuring
+
+    def read_out(self) -> Reading:
+        """What the kernel knows of this process's connections, gloo's among them, by the peer's host. Linux only."""
+        if self._rank_on is None and self._readings % _READINGS_BETWEEN_QUESTIONS == 0:
+            self._rank_on = self._ask_addresses()
+        self._readings += 1
+        seen = connections()
+        trips = self._round_trips(seen)
+        stretch = self._fastest(seen)
+        self._acked = {each.inode: each.info.bytes_acked for each in seen}
+        return Reading(tuple(trips.items()), (stretch,) if stretch else ())
+
+    def _round_trips(self, seen: list[Seen]) -> dict[int, float]:
+        """Of the connection to each peer that had to wait least; rank -1 where several ranks are on one host."""
+        trips: dict[int, float] = {}
+        for host, _, info in seen:
+            peer = (self._rank_on or {}).get(host, -1)
+            if info.round_trip > 0:
+                trips[peer] = min(info.round_trip, trips.get(peer, info.round_trip))
+        if any(peer >= 0 for peer in trips):
+            trips.pop(-1, None)
+        return trips
+
+    def _fastest(self, seen: list[Seen]) -> Stretch | None:
+        """What the fastest connection has delivered since the last look, among those that had enough to send."""
+        fresh = [(each, each.info.bytes_acked - self._acked.get(each.inode, 0)) for each in seen]
+        fresh = [(each, acked) for each, acked in fresh if acked > 0 and not each.info.app_limited]
+        if not fresh:
+            return None
+        each, acked = max(fresh, key=lambda pair: pair[0].info.delivery_rate)
+        return Stretch(acked, acked / each.info.delivery_rate) if each.info.delivery_rate > 0 else None
+
+    def _tell_address(self) -> None:
+        """Measuring is optional, so whatever keeps us from it is not an error."""
+        assert self.group is not None, "or this rank would not be a member"
+        try:
+            store = self.group.get_group_store()
+            store.set(f"thinwire/process/address/{self.rank}", own_address(store))
+        except (AttributeError, OSError, RuntimeError, ValueError):
+            self._rank_on = {}
+
+    def _ask_addresses(self) -> dict[str, int] | None:
+        assert self.group is not None
+        keys = [f"thinwire/process/address/{rank}" for rank in range(self.world_size)]
+        try:
+            store = self.group.get_group_store()
+            if not store.check(keys):
+                return None
+            hosts = [host.decode() for host in store.multi_get(keys)]
+        except RuntimeError:
+            return {}
+        return {host: rank for rank, host in enumerate(hosts) if Counter(hosts)[host] == 1 and rank != self.rank}
+
+    # --- messages
 
     def _send(self, tensor: torch.Tensor, dst: int) -> Work:
         tag = _tag(self.moment, tensor, self._sent_to[dst])
@@ -188,4 +252,7 @@ class _Waiter:
                 pending.wait()
             except RuntimeError as error:
                 self.error = error
+            # The last to let go of a work ends it, which takes the interpreter's lock in the middle of C++. This thread
+            # may outlive the interpreter, and would then bring down the process; the caller holds it for longer.
+            del pending
             self._answered.set()

@@ -19,20 +19,26 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Iterable
 from multiprocessing.util import Finalize
 
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import LinkError, PlanMismatch
-from thinwire.link.base import LOOK_UP_SECONDS, Link, Work, check_timeout, where
+from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Work, check_timeout, where
 from thinwire.link.connection import Connection, Failure
 from thinwire.link.frames import ABORT, FRAME_BYTES, GOODBYE, Farewell
+from thinwire.link.meter import QUIET_SECONDS, Meter
 from thinwire.link.rendezvous import connect_mesh
+from thinwire.link.tcp_info import TcpInfo, tcp_info
 from thinwire.types import Moment
 
 CLOSE_SECONDS = 5.0  # close() gives up on a peer that takes no byte for so long
 CLOSE_POLL_SECONDS = 0.002  # between looks at what a peer has taken: nothing wakes us when its last byte is there
+LINGER_SECONDS, LINGER_POLL_SECONDS = 0.05, 0.005  # after a message, for probes that nobody has woken us for
+PROBING_SECONDS = 1.0  # for which a probe waits until nothing else is on its way
 
 
 class TcpLink(Link):
@@ -59,7 +65,11 @@ class TcpLink(Link):
         mesh = connect_mesh(group, timeout)
         super().__init__(mesh.rank, mesh.world_size, timeout)
         self.group = group
+        self.meter = Meter()
         self.failure: LinkError | None = None
+        self._to_probe: deque[int] = deque(maxlen=mesh.world_size)
+        self._probing_until = self._served_at = 0.0
+        self._probe_bytes_read = 0
         self._failing = threading.Lock()
         self._closing = False
         self._leaving_since: float | None = None  # all goodbyes are queued: the I/O thread may end when they are out
@@ -105,6 +115,35 @@ class TcpLink(Link):
             self._wake()
         return receiving
 
+    def probe(self, peers: Iterable[int], at_once: bool = True) -> None:
+        """Have the I/O thread ping each peer, one after the other, as soon as no payload is on its way.
+
+        What an earlier call has left undone is dropped. In a forked child, and after a failure, nothing happens.
+        """
+        if self.failure is None and not self._closing:
+            wanted = [peer for peer in peers if peer in self._connections]
+            if wanted:
+                self._to_probe.clear()
+                self._probing_until = time.monotonic() + PROBING_SECONDS
+                self._to_probe.extend(wanted)
+            if at_once:  # otherwise it is looked for a while after the last message, and nobody has to let it run now
+                self._wake()
+
+    def read_out(self) -> Reading:
+        probe_bytes = self.probe_bytes
+        since, self._probe_bytes_read = probe_bytes - self._probe_bytes_read, probe_bytes
+        return Reading(self.meter.round_trips(), self.meter.stretches(), since, self.meter.delayed())
+
+    @property
+    def probe_bytes(self) -> int:
+        """Sent so far in pings and in answers to them. They are neither in `sent_bytes` nor in `sent_messages`."""
+        return sum(connection.probe_bytes for connection in self._connections.values())
+
+    def tcp_infos(self) -> dict[int, TcpInfo]:
+        """What the kernel knows about the connection to each peer; nothing where it does not tell."""
+        infos = {} if self._closing else {peer: tcp_info(c.socket) for peer, c in self._connections.items()}
+        return {peer: info for peer, info in infos.items() if info is not None}
+
     def raise_failure(self, moment: Moment) -> None:
         """Raise what has ended this link, if anything has, and say what this rank was doing meanwhile."""
         failure = self.failure
@@ -145,15 +184,49 @@ class TcpLink(Link):
     def _pump(self) -> None:
         try:
             while not self._finished():
-                timeout = None if self._leaving_since is None else CLOSE_POLL_SECONDS
-                for key, events in self._selector.select(timeout):
+                ready = self._selector.select(self._patience())
+                if ready:
+                    self._served_at = time.monotonic()
+                for key, events in ready:
                     if key.data is None:
                         self._answer_alarm()
                     else:
                         self._serve(key.data, events)
+                if self._to_probe:
+                    self._probe_in_the_quiet()
         except Exception as error:  # ours, and nobody may wait for ever because of it
             failure = self._own_failure(f"rank {self.rank}'s link broke: {error!r}")
             self._fail(failure, Farewell(ABORT, self.rank, repr(error)))
+
+    def _patience(self) -> float | None:
+        """How long to wait for something to happen."""
+        if self._leaving_since is not None:
+            return CLOSE_POLL_SECONDS
+        if self._to_probe:
+            return QUIET_SECONDS
+        return LINGER_POLL_SECONDS if time.monotonic() < self._served_at + LINGER_SECONDS else None
+
+    def _probe_in_the_quiet(self) -> None:
+        """Ping the next peer, unless payload is on its way: who waits behind that measures a queue."""
+        now = time.monotonic()
+        if self.meets_payload(now):
+            if now > self._probing_until:
+                self._to_probe.clear()
+            return
+        try:
+            connection = self._connections[self._to_probe.popleft()]
+        except IndexError:  # another thread has just begun anew
+            return
+        connection.ping()
+        self._watch(connection)
+
+    def meets_payload(self, at: float) -> bool:
+        """Whether a probe that comes or leaves at that time shares this host's way in or out with payload."""
+        return (
+            self.meter.was_receiving(at)
+            or self.meter.was_sending(at)
+            or any(connection.has_unsent() for connection in self._connections.values())
+        )
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:

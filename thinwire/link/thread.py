@@ -140,6 +140,9 @@ class ThreadLink(Link):
     def now(self) -> float:
         return self.clock
 
+    def processor_seconds(self) -> float:
+        return self.clock
+
     def compute(self, seconds: float) -> None:
         """Let this rank's clock run on, as if it had been busy."""
         self.clock += seconds

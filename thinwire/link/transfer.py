@@ -14,10 +14,14 @@ from thinwire.link.base import LOOK_UP_SECONDS, Work, check_message, where
 from thinwire.link.frames import (
     FRAME_BYTES,
     HEADER_BYTES,
+    PING,
+    PONG,
     Header,
     digest,
     dtype_code,
+    encode_delayed,
     encode_header,
+    encode_held,
     encode_trailer,
     name_of,
 )
@@ -115,10 +119,13 @@ class Sending(Transfer):
         """It is this frame's turn. Before that it has no number, and can be dropped without leaving a gap."""
         if self._header is not None:
             return
-        step, plan, collective = self.moment
         self.sequence = sequence
-        self._header = encode_header(
-            Header(self._kind, self._code, run_id, sequence, step, digest(plan), digest(collective), len(self._payload))
+        self._header = encode_header(self._describe(run_id, sequence))
+
+    def _describe(self, run_id: bytes, sequence: int) -> Header:
+        step, plan, collective = self.moment
+        return Header(
+            self._kind, self._code, run_id, sequence, step, digest(plan), digest(collective), len(self._payload)
         )
 
     def next_pieces(self, room: int) -> list[bytes | memoryview]:
@@ -152,6 +159,31 @@ class Sending(Transfer):
             rank=link.rank,
             peer=peer,
         )
+
+
+class Ping(Sending):
+    """A question whose answer tells how long a round trip takes. Nobody waits for it."""
+
+    left_at = 0.0  # read just before it leaves, so that no round trip seems shorter than it was
+
+    def __init__(self, connection: Connection, token: int) -> None:
+        super().__init__(connection, torch.empty(0), Moment(token), PING, memoryview(b""), 0)
+
+    def _describe(self, run_id: bytes, sequence: int) -> Header:
+        self.left_at = time.monotonic()
+        return Header(PING, 0, run_id, sequence, self.moment.step, bytes(8), bytes(8), 0)
+
+
+class Pong(Sending):
+    """The answer to a ping, with its token and the time for which it lay here."""
+
+    def __init__(self, connection: Connection, token: int, came_at: float, delayed: bool) -> None:
+        super().__init__(connection, torch.empty(0), Moment(token), PONG, memoryview(b""), 0)
+        self._came_at, self._delayed = came_at, delayed
+
+    def _describe(self, run_id: bytes, sequence: int) -> Header:
+        held = encode_held(time.monotonic() - self._came_at)
+        return Header(PONG, 0, run_id, sequence, self.moment.step, held, encode_delayed(self._delayed), 0)
 
 
 class Receiving(Transfer):

@@ -1,0 +1,495 @@
+"""The meter's curve, the kernel's figures, and what the monitor makes of both: noise, blips, changes and nonsense."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.control.monitor import PROBE_BYTES, WIRE_BYTES, Estimate, Monitor
+from thinwire.link import meter as meters
+from thinwire.link import tcp_info
+from thinwire.link.base import Reading, Stretch
+from thinwire.link.meter import Meter, age_of, busy_periods
+
+ALPHA, BETA = 0.005, 8e-8  # 5 ms, 100 Mbit/s
+STEP_SECONDS = 0.1
+STEP_BYTES = 500_000
+
+Noise = Callable[[random.Random], float]
+
+
+def none(_: random.Random) -> float:
+    return 0.0
+
+
+def often_late(rng: random.Random) -> float:
+    """A process that shares its processor: two of three answers are late, by anything from a little to very much."""
+    return 0.0005 * rng.paretovariate(1.1) if rng.random() < 0.67 else 0.0
+
+
+class Network:
+    """What a monitor would be told of a network that can be changed, on a clock of its own."""
+
+    def __init__(self, world_size: int = 4, noise: Noise = none, seed: int = 0) -> None:
+        self.now, self.sent_bytes, self.probe_bytes = 0.0, 0, 0
+        self.alpha, self.beta = ALPHA, BETA
+        self.monitor = Monitor(world_size, rank=0, clock=lambda: self.now)
+        self._noise, self._rng = noise, random.Random(seed)
+        self._asked: list[int] = []
+
+    def round_trip(self) -> float:
+        return 2 * (self.alpha + WIRE_BYTES * self.beta) + self._noise(self._rng)
+
+    def step(self, nbytes: int = STEP_BYTES) -> None:
+        self.now += STEP_SECONDS
+        self.sent_bytes += nbytes
+        probed = len(self._asked) * PROBE_BYTES
+        self.probe_bytes += probed
+        trips = tuple((peer, self.round_trip()) for peer in self._asked)
+        rate = self._rng.gauss(1.0, 0.05) / self.beta
+        stretches = (Stretch(nbytes // 2, nbytes / 2 / rate),) if nbytes >= 1000 else ()
+        self.monitor.note(Reading(trips, stretches, probed), self.sent_bytes)
+        self._asked = self.monitor.probes_due()
+
+    def steps(self, number: int, nbytes: int = STEP_BYTES) -> None:
+        for _ in range(number):
+            self.step(nbytes)
+
+    def steps_until(self, is_there: Callable[[], bool]) -> int:
+        for number in range(1, 50):
+            self.step()
+            if is_there():
+                return number
+        return 50
+
+
+def value(estimate: Estimate) -> float:
+    assert estimate.value is not None
+    return estimate.value
+
+
+# --- what the network is
+
+
+@pytest.mark.parametrize("noise", [none, often_late])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_latency_and_rate_are_found_through_the_noise(world_size: int, noise: Noise) -> None:
+    network = Network(world_size, noise)
+    network.steps(30)
+    # One peer is asked once a step: three late answers in a row, two of them alike, then pass for a change.
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.1 if world_size == 2 else 0.05)
+    assert value(network.monitor.beta()) == pytest.approx(BETA, rel=0.1)
+    assert set(network.monitor.pairs()) == set(range(1, world_size))
+
+
+def test_what_a_probe_itself_takes_is_not_latency() -> None:
+    network = Network()
+    network.alpha, network.beta = 0.0005, 8e-7  # 10 Mbit/s: a probe's bytes take a fifth of the latency
+    network.steps(10)
+    assert value(network.monitor.alpha()) == pytest.approx(0.0005, rel=0.03)
+
+
+def test_nothing_is_known_before_anything_was_seen() -> None:
+    monitor = Monitor(4)
+    assert monitor.alpha() == monitor.beta() == Estimate()
+    monitor.note(Reading(), 0)
+    assert monitor.alpha().value is None and monitor.pairs() == {}
+
+
+def test_a_peer_that_is_farther_away_is_told_apart() -> None:
+    monitor = Monitor(4, rank=0)
+    for _ in range(5):
+        monitor.note(Reading(((1, 0.002), (2, 0.002), (3, 0.080))), 0)
+    assert {peer: value(each) for peer, each in monitor.pairs().items()} == {1: 0.001, 2: 0.001, 3: 0.040}
+    assert value(monitor.alpha()) == 0.001
+
+
+def test_a_stretch_at_half_the_rate_from_a_sender_with_two_receivers_is_outvoted() -> None:
+    monitor = Monitor(4)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(10_000, 0.02), Stretch(10_000, 0.01), Stretch(10_000, 0.01))), 0)
+    assert value(monitor.beta()) == pytest.approx(1e-6)
+
+
+def test_confidence_grows_with_samples_and_fades_with_time() -> None:
+    network = Network()
+    network.step()
+    network.step()
+    early = network.monitor.alpha().confidence, network.monitor.beta().confidence
+    network.steps(20)
+    late = network.monitor.alpha().confidence, network.monitor.beta().confidence
+    network.now += 60
+    network.monitor.note(Reading(), network.sent_bytes)
+    old = network.monitor.alpha(), network.monitor.beta()
+    assert early < (0.5, 0.5) < (0.9, 0.9) < late
+    assert max(each.confidence for each in old) < 0.05 and min(each.age for each in old) >= 60
+
+
+# --- when it changes
+
+
+@pytest.mark.parametrize("noise", [none, often_late])
+@pytest.mark.parametrize("factor", [10.0, 1.5, 0.67, 0.1])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_change_of_latency_is_followed_within_six_steps(world_size: int, factor: float, noise: Noise) -> None:
+    network = Network(world_size, noise, seed=3)
+    network.steps(20)
+    network.alpha *= factor
+    near = network.alpha * 0.85, network.alpha * 1.15
+    assert network.steps_until(lambda: near[0] < value(network.monitor.alpha()) < near[1]) <= 6
+
+
+@pytest.mark.parametrize("factor", [10.0, 2.0, 0.5, 0.1])
+def test_a_change_of_rate_is_followed_within_six_steps(factor: float) -> None:
+    network = Network()
+    network.steps(20)
+    network.beta *= factor
+    near = network.beta * 0.85, network.beta * 1.15
+    assert network.steps_until(lambda: near[0] < value(network.monitor.beta()) < near[1]) <= 6
+
+
+def test_a_rise_is_followed_although_each_of_many_peers_is_asked_seldom() -> None:
+    network = Network(world_size=16)
+    network.steps(40, nbytes=20_000)  # pays for one probe a step
+    network.alpha *= 4
+    for _ in range(6):
+        network.step(20_000)
+    assert value(network.monitor.alpha()) == pytest.approx(4 * ALPHA, rel=0.15)
+
+
+def test_one_peer_that_moves_away_alone_is_noticed() -> None:
+    monitor = Monitor(4, rank=0)
+    for _ in range(10):
+        monitor.note(Reading(((1, 0.002), (2, 0.002), (3, 0.002))), 0)
+    for _ in range(6):
+        monitor.note(Reading(((1, 0.002), (2, 0.002), (3, 0.050))), 0)
+    assert value(monitor.pairs()[3]) == 0.025 and value(monitor.pairs()[1]) == 0.001
+
+
+# --- round trips that met payload
+
+
+def noted(monitor: Monitor, number: int, clear: float | None, delayed: float | None) -> float:
+    for _ in range(number):
+        monitor.note(
+            Reading(
+                round_trips=() if clear is None else ((1, clear), (2, clear)),
+                delayed=() if delayed is None else ((1, delayed), (3, delayed)),
+            ),
+            0,
+        )
+    return value(monitor.alpha())
+
+
+def test_round_trips_that_had_to_wait_do_not_count_while_others_are_known() -> None:
+    monitor = Monitor(4, rank=0)
+    noted(monitor, 1, clear=0.010, delayed=None)
+    monitor.note(Reading(((3, 0.010),)), 0)
+    assert noted(monitor, 20, clear=0.010, delayed=0.060) == 0.005
+    assert not monitor.changes
+
+
+def test_one_that_had_to_wait_and_was_faster_all_the_same_does_count() -> None:
+    monitor = Monitor(2, rank=0)
+    noted(monitor, 5, clear=0.010, delayed=None)
+    monitor.note(Reading(delayed=((1, 0.004),)), 0)
+    assert value(monitor.alpha()) == 0.002
+
+
+def test_they_are_better_than_nothing_but_hardly_trusted() -> None:
+    monitor = Monitor(4, rank=0)
+    assert noted(monitor, 20, clear=None, delayed=0.010) == 0.005
+    assert monitor.alpha().confidence < 0.3
+
+
+def test_a_rise_is_followed_when_all_that_is_left_had_to_wait() -> None:
+    monitor = Monitor(4, rank=0)
+    noted(monitor, 10, clear=0.010, delayed=0.0105)
+    assert noted(monitor, 6, clear=None, delayed=0.040) == 0.020
+    assert noted(monitor, 2, clear=0.010, delayed=0.0105) == 0.005
+
+
+def test_longer_queues_as_usual_are_not_a_rise() -> None:
+    monitor = Monitor(4, rank=0)
+    noted(monitor, 10, clear=0.010, delayed=0.025)
+    assert min(value(monitor.pairs()[peer]) for peer in (1, 2)) == 0.005
+    noted(monitor, 10, clear=None, delayed=0.025)
+    assert min(value(monitor.pairs()[peer]) for peer in (1, 2)) == 0.005
+
+
+# --- what is said about changes
+
+
+def test_a_change_is_recorded_with_the_step_at_which_it_began() -> None:
+    network = Network()
+    network.steps(20)
+    assert not network.monitor.changes
+    network.alpha, network.beta = 3 * ALPHA, 3 * BETA
+    network.steps(20)
+    changes = {change.what: change for change in network.monitor.changes}
+    assert set(changes) == {"alpha", "beta"}
+    for change in changes.values():
+        assert 20 <= change.step <= 26 and change.time == pytest.approx(change.step * STEP_SECONDS)
+        assert change.after == pytest.approx(3 * change.before, rel=0.2)
+
+
+def test_a_blip_is_not_a_change() -> None:
+    network = Network()
+    network.steps(20)
+    network.alpha, network.beta = 10 * ALPHA, 10 * BETA
+    network.steps(2)
+    network.alpha, network.beta = ALPHA, BETA
+    network.steps(20)
+    assert not network.monitor.changes
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.05)
+    assert value(network.monitor.beta()) == pytest.approx(BETA, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_machine_is_not_a_changing_network(seed: int) -> None:
+    network = Network(8, often_late, seed)
+    network.steps(300)
+    assert not network.monitor.changes
+
+
+# --- nonsense
+
+NONSENSE = (math.nan, math.inf, -math.inf, 0.0, -1.0, 1e300, 5e-324)
+numbers = st.one_of(st.sampled_from(NONSENSE), st.floats(), st.floats(1e-6, 10))
+sizes = st.one_of(st.integers(-(2**70), 2**70), st.integers(1, 10**9))
+readings = st.builds(
+    Reading,
+    st.lists(st.tuples(st.integers(-5, 10), numbers)).map(tuple),
+    st.lists(st.builds(Stretch, sizes, numbers)).map(tuple),
+    sizes,
+    st.lists(st.tuples(st.integers(-5, 10), numbers)).map(tuple),
+)
+
+
+@given(st.lists(st.tuples(readings, sizes), max_size=12))
+def test_no_nonsense_gets_out_whatever_comes_in(noted: list[tuple[Reading, int]]) -> None:
+    monitor = Monitor(4, rank=1)
+    for reading, sent_bytes in noted:
+        monitor.note(reading, sent_bytes)
+        assert set(monitor.probes_due()) <= {0, 2, 3}
+        for estimate in (monitor.alpha(), monitor.beta(), *monitor.pairs().values()):
+            assert estimate.value is None or 1e-14 <= estimate.value <= 100
+            assert 0 <= estimate.confidence <= 1
+
+
+@pytest.mark.parametrize("bad", NONSENSE)
+def test_nonsense_changes_nothing_and_is_counted(bad: float) -> None:
+    network = Network()
+    network.steps(10)
+    before = value(network.monitor.alpha()), value(network.monitor.beta())
+    network.monitor.note(Reading(((1, bad), (77, 0.001)), (Stretch(1000, bad), Stretch(-5, 1.0))), network.sent_bytes)
+    assert (value(network.monitor.alpha()), value(network.monitor.beta())) == before
+    assert network.monitor.rejected == 4
+
+
+# --- probes
+
+
+@pytest.mark.parametrize("nbytes", [1_000, 30_000, 500_000])
+def test_probes_stay_under_one_percent_of_the_bytes_sent(nbytes: int) -> None:
+    network = Network()
+    network.steps(500, nbytes)
+    floor = network.now * PROBE_BYTES  # one a second, whatever is sent
+    assert network.probe_bytes <= max(0.01 * network.sent_bytes, floor)
+    assert network.probe_bytes > 0
+
+
+def test_without_traffic_there_is_one_probe_a_second_each_peer_in_turn() -> None:
+    network = Network()
+    asked: list[int] = []
+    for _ in range(65):
+        network.step(0)
+        asked += network._asked
+    assert asked == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_rank_alone_probes_nobody() -> None:
+    network = Network(world_size=1)
+    network.steps(30)
+    assert network.monitor.probes_due() == []
+
+
+# --- the meter
+
+
+def flow(rate: float, seconds: float, start: float = 0.0, piece: float = 0.0005) -> Iterator[tuple[float, float, int]]:
+    for i in range(round(seconds / piece)):
+        yield start + i * piece, start + (i + 1) * piece, round(rate * piece)
+
+
+def measured(*flows: Iterator[tuple[float, float, int]]) -> list[float]:
+    meter = Meter()
+    for pieces in flows:
+        for piece in pieces:
+            meter.note(*piece)
+    return [nbytes / seconds for nbytes, seconds in meter.stretches()]
+
+
+def test_a_steady_flow_has_its_rate() -> None:
+    assert measured(flow(1e6, 0.05)) == [pytest.approx(1e6, rel=0.01)]
+
+
+def test_flows_that_come_at_once_add_up() -> None:
+    assert measured(flow(1e6, 0.05), flow(3e6, 0.05, start=0.0002)) == [pytest.approx(4e6, rel=0.03)]
+
+
+def test_flows_one_after_the_other_do_not() -> None:
+    assert measured(flow(1e6, 0.05), flow(3e6, 0.05, start=0.06)) == [
+        pytest.approx(3e6, rel=0.01),
+        pytest.approx(1e6, rel=0.01),
+    ]
+
+
+def test_a_sender_that_pauses_does_not_look_like_a_slow_network() -> None:
+    def halting() -> Iterator[tuple[float, float, int]]:
+        """TCP's slow start: every round trip twice as much as before, at the full rate."""
+        last = 0.0
+        for i in range(5):
+            for start, end, nbytes in flow(1e7, 0.001 * 2**i, start=0.1 * i):
+                yield min(last, start), end, nbytes
+                last = end
+
+    assert measured(halting()) == [pytest.approx(1e7, rel=0.02)]
+
+
+def test_pieces_that_were_read_late_keep_their_rate() -> None:
+    assert measured(flow(1e6, 0.1, piece=0.02), flow(1e6, 0.1, piece=0.025)) == [pytest.approx(2e6, rel=0.03)]
+
+
+def test_what_is_over_in_a_moment_tells_nothing() -> None:
+    assert measured(flow(1e9, meters.BRIEF_SECONDS / 2)) == []
+    assert Meter().stretches() == () == Meter().round_trips()
+
+
+def test_a_brief_flow_counts_only_for_want_of_a_longer_one() -> None:
+    assert measured(flow(1e6, 0.002)) == pytest.approx([1e6])
+    longer = [(start + 1, end + 1, nbytes) for start, end, nbytes in flow(2e6, 0.05)]
+    assert measured([*flow(1e6, 0.002), *longer]) == pytest.approx([2e6])
+
+
+def test_a_meter_remembers_a_bounded_number_of_pieces() -> None:
+    meter = Meter()
+    for i in range(3 * meters.MAX_PIECES):
+        meter.note(i * 0.001, (i + 1) * 0.001, 1000)
+        meter.note_round_trip(1, 0.001)
+    assert len(meter._pieces) == meters.MAX_PIECES
+    assert len(meter.round_trips()) == meters.MAX_ROUND_TRIPS
+    ((nbytes, seconds),) = meter.stretches()
+    assert nbytes / seconds == pytest.approx(1e6, rel=0.01)
+
+
+def test_a_meter_may_be_read_while_it_is_filled() -> None:
+    meter, stop = Meter(), threading.Event()
+
+    def fill() -> None:
+        time = 0.0
+        while not stop.is_set():
+            meter.note(time, time + 0.001, 1000)
+            time += 0.001
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        for _ in range(200):
+            for nbytes, seconds in meter.stretches():
+                assert nbytes / seconds == pytest.approx(1e6, rel=0.01)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 10), st.floats(0, 1), st.integers(1, 10**9)).map(lambda p: (p[0], p[0] + p[1], p[2])),
+        min_size=1,
+        max_size=50,
+    )
+)
+def test_no_piece_is_lost_between_busy_periods_and_no_stretch_has_more_than_came(
+    pieces: list[tuple[float, float, int]],
+) -> None:
+    periods = busy_periods(np.array(pieces, dtype=np.float64))
+    assert sum(len(period) for period in periods) == len(pieces)
+    for before, after in zip(periods, periods[1:], strict=False):
+        assert before[:, 1].max() < after[:, 0].min()
+    for period in periods:
+        stretch = meters.fastest_part(period)
+        if stretch is not None:
+            assert 0 <= stretch.nbytes <= period[:, 2].sum() * (1 + 1e-9) + 1
+            assert stretch.seconds >= meters.BRIEF_SECONDS * (1 - 1e-9)
+
+
+# --- what the kernel tells
+
+
+def stamp(age: float, now_ns: int) -> list[tuple[int, int, bytes]]:
+    seconds, nanoseconds = divmod(now_ns - round(age * 1e9), 1_000_000_000)
+    return [(socket.SOL_SOCKET, 35, struct.pack("@ll", seconds, nanoseconds))]
+
+
+@pytest.mark.parametrize(("age", "believed"), [(0.25, True), (0.0, True), (-3600.0, False), (3600.0, False)])
+def test_a_stamp_is_believed_unless_somebody_has_set_the_clock(
+    age: float, believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = 1_700_000_000_123_456_789
+    monkeypatch.setattr(meters.time, "time_ns", lambda: now_ns)
+    assert age_of(stamp(age, now_ns)) == (pytest.approx(age) if believed else None)
+
+
+@pytest.mark.parametrize("extras", [[], [(socket.SOL_SOCKET, 35, b"short")], [(99, 1, bytes(16))]])
+def test_what_is_not_a_stamp_tells_no_age(extras: list[tuple[int, int, bytes]]) -> None:
+    assert age_of(extras) is None
+
+
+def test_a_tcp_info_of_an_old_kernel_or_cut_short_is_nothing() -> None:
+    for size in range(168):
+        assert tcp_info.parse(bytes(size)) is None
+
+
+@given(st.binary(min_size=168, max_size=300))
+def test_any_tcp_info_is_taken_apart_without_an_error(raw: bytes) -> None:
+    info = tcp_info.parse(raw)
+    assert info is not None
+    assert all(number >= 0 for number in info)
+
+
+def test_the_fields_of_a_tcp_info_are_where_the_kernel_puts_them() -> None:
+    raw = bytearray(168)
+    raw[0], raw[7] = 1, 1
+    for offset, form, number in [
+        (68, "=I", 20_000),
+        (72, "=I", 500),
+        (100, "=I", 7),
+        (120, "=Q", 10**12),
+        (128, "=Q", 99),
+        (144, "=I", 1234),
+        (148, "=I", 10_000),
+        (160, "=Q", 12_500_000),
+    ]:
+        struct.pack_into(form, raw, offset, number)
+    assert tcp_info.parse(bytes(raw)) == tcp_info.TcpInfo(
+        state=1,
+        round_trip=0.02,
+        round_trip_variation=0.0005,
+        least_round_trip=0.01,
+        delivery_rate=12.5e6,
+        app_limited=True,
+        retransmitted=7,
+        bytes_acked=10**12,
+        bytes_received=99,
+        not_sent=1234,
+    )

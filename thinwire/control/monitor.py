@@ -1,0 +1,322 @@
+"""Monitor: what this rank makes of what its link notices: the latency alpha and the time per byte beta of its network.
+
+A message of b bytes takes alpha + b beta. A probe goes there and back, so
+    round trip = 2 (alpha + p beta),    p = 116 bytes that a probe occupies on the wire,
+and a stretch of b bytes that came in without a pause takes b beta.
+
+Noise has a side. Nothing makes a round trip shorter than it is, and everything else (a queue, a process that is not let
+run) makes it longer: so alpha is taken from the least of the last few. When the network itself becomes slower, that
+least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten. A rate
+errs both ways (senders that serve several at once, packets in bunches), so beta is a median over the last few steps.
+
+Only numbers come in here, and whatever they are, none goes out that cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from thinwire.link.base import Reading, Stretch
+
+PROBE_BYTES = 128  # of a probe and its answer, as links count them
+WIRE_BYTES = 116  # of either, with the headers of TCP (32) and IP (20)
+
+ROUND_TRIPS = (2e-7, 200.0)  # seconds that can be believed
+RATES = (1.0, 1e13)  # bytes per second that can be believed
+
+TRIPS_KEPT = 8  # of each peer
+STEPS_OLD = 6  # after which a rate is not of this time
+STEPS_KEPT = 5  # of which there is a rate
+IN_A_ROW = 3  # steps on the same side are a change, fewer are a blip
+IN_A_ROW_FOR_SURE = 5  # although no two of them are alike, or for one peer among many
+FIRST_LOOKS = 5  # at an estimate that is still to be found, before it can have changed
+NOTICEABLE = 0.1  # the relative difference that a change makes
+LONG_STRETCH = 0.02  # seconds after which a rate becomes no more certain
+OLD_SECONDS = 10.0  # after which a sample is half as certain
+LONG_AGO_SECONDS = 30.0  # after which a round trip is no reason any more to disbelieve a longer one that was delayed
+
+PROBE_SHARE = 0.009  # of the bytes sent: under 1 %
+PROBES_PER_SECOND = 100.0  # each costs two processes some 30 microseconds
+LEAST_PROBES_PER_SECOND = 1.0  # whatever is sent
+PROBES_AT_ONCE = 4
+
+
+class Estimate(NamedTuple):
+    """A number and how far to trust it.
+
+    Attributes:
+        value: None if nothing is known.
+        confidence: from 0 to 1: many samples, alike and recent.
+        samples: how many it was made of.
+        age: seconds since the newest of them.
+    """
+
+    value: float | None = None
+    confidence: float = 0.0
+    samples: int = 0
+    age: float = math.inf
+
+
+class Change(NamedTuple):
+    """The network is not what it was: which number (alpha or beta), since which step and when, from what to what."""
+
+    what: str
+    step: int
+    time: float
+    before: float
+    after: float
+
+
+class _Sample(NamedTuple):
+    step: int
+    time: float
+    value: float
+    weight: float = 1.0
+
+
+@dataclass
+class _Watch:
+    """Looks for a value that has left where it was for good."""
+
+    what: str
+    settled: float = math.nan
+    looks: int = 0
+    away: list[_Sample] = field(default_factory=list)
+
+    def look(self, now: _Sample) -> Change | None:
+        self.looks += 1
+        if self.looks <= FIRST_LOOKS:
+            self.settled = now.value
+        if abs(now.value / self.settled - 1) <= NOTICEABLE:
+            self.away = []
+            self.settled += (now.value - self.settled) / 10
+            return None
+        self.away = [*self.away, now]
+        if len(self.away) < IN_A_ROW_FOR_SURE:
+            return None
+        first, before = self.away[0], self.settled
+        self.away, self.settled = [], now.value
+        return Change(self.what, first.step, first.time, before, now.value)
+
+
+class Monitor:
+    """The network as one rank among `world_size` sees it.
+
+    Args:
+        rank: which of them, so that it is not told to probe itself.
+        clock: seconds that never run backwards.
+
+    Attributes:
+        changes: what has changed and when, the newest last, as many as there is room for.
+        rejected: numbers that could not be believed.
+    """
+
+    def __init__(self, world_size: int, rank: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.world_size = world_size
+        self.changes: deque[Change] = deque(maxlen=256)
+        self.rejected = 0
+        self._clock = clock
+        self._step = 0
+        self._trips: dict[int, deque[_Sample]] = {}
+        self._delayed: dict[int, deque[_Sample]] = {}
+        self._queueing: deque[float] = deque(
+            maxlen=TRIPS_KEPT
+        )  # how much longer delayed round trips were, step by step
+        self._risen: deque[_Sample] = deque(
+            maxlen=IN_A_ROW_FOR_SURE
+        )  # how far above expectation, at each step that knows
+        self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
+        self._watches = [_Watch("alpha"), _Watch("beta")]
+        self._asked_at = clock()
+        self._sent_bytes = self._probe_bytes = 0
+        # Each rank begins behind itself, so that they do not all ask the same one.
+        turn = [((rank or 0) + i) % world_size for i in range(world_size)]
+        self._turn = deque(peer for peer in turn if peer != rank)
+
+    def note(self, reading: Reading, sent_bytes: int) -> None:
+        """Take in what the link noticed during a step. `sent_bytes` counts from the beginning of the run."""
+        now = self._clock()
+        self._step += 1
+        self._sent_bytes = max(self._sent_bytes, sent_bytes)
+        self._probe_bytes += max(0, reading.probe_bytes)
+        self._note_round_trips(reading, now)
+        self._note_rate(reading.stretches, now)
+        for watch, estimate in zip(self._watches, (self.alpha(), self.beta()), strict=True):
+            if estimate.value is not None and estimate.age == 0:  # something new went into it
+                change = watch.look(_Sample(self._step, now, estimate.value))
+                self.changes.extend([change] if change else [])
+
+    def alpha(self) -> Estimate:
+        """The latency as one number: of the median peer."""
+        pairs = list(self.pairs().values())
+        if not pairs:
+            return Estimate()
+        return Estimate(
+            statistics.median(pair.value for pair in pairs if pair.value is not None),
+            statistics.median(pair.confidence for pair in pairs),
+            sum(pair.samples for pair in pairs),
+            min(pair.age for pair in pairs),
+        )
+
+    def pairs(self) -> dict[int, Estimate]:
+        """The latency to each peer of which anything is known; -1 stands for some peer."""
+        own_time = WIRE_BYTES * (self.beta().value or 0.0)
+        return {peer: self._latency(samples, own_time) for peer, samples in sorted(self._trips.items()) if samples}
+
+    def beta(self) -> Estimate:
+        """Seconds per byte."""
+        if not self._rates:
+            return Estimate()
+        rate = weighted_quantile([(sample.value, sample.weight) for sample in self._rates], 0.5)
+        return Estimate(1 / rate, *self._trust(self._rates, rate, STEPS_KEPT))
+
+    def probes_due(self) -> list[int]:
+        """The peers to probe now: in turn, as many as what was sent pays for, and at least one a second."""
+        now, peers = self._clock(), len(self._turn)
+        since = now - self._asked_at
+        paid = (PROBE_SHARE * self._sent_bytes - self._probe_bytes) / PROBE_BYTES
+        due = min(int(paid), int(since * PROBES_PER_SECOND), PROBES_AT_ONCE, peers)
+        if due <= 0:
+            due = min(int(since * LEAST_PROBES_PER_SECOND), 1, peers)
+        if due <= 0:
+            return []
+        self._asked_at = now
+        asked = [self._turn[i] for i in range(due)]
+        self._turn.rotate(-due)
+        return asked
+
+    # --- round trips
+
+    def _note_round_trips(self, reading: Reading, now: float) -> None:
+        clear, delayed = self._least(reading.round_trips), self._least(reading.delayed)
+        self._look_for_a_rise(clear, delayed, now)
+        for peer, seconds in delayed.items():
+            self._delayed.setdefault(peer, deque(maxlen=TRIPS_KEPT)).append(_Sample(self._step, now, seconds, 0.25))
+        if self._is_a_rise():
+            self._forget_all_before(self._risen[0].step)
+        for peer, seconds in delayed.items():
+            self._use_delayed(peer, seconds, now)
+        for peer, seconds in clear.items():
+            samples = self._trips.setdefault(peer, deque(maxlen=TRIPS_KEPT))
+            samples.append(_Sample(self._step, now, seconds))
+            self._forget_before_a_rise(samples)
+
+    def _least(self, trips: Iterable[tuple[int, float]]) -> dict[int, float]:
+        """The least of each peer's; the others had to wait for something."""
+        least: dict[int, float] = {}
+        for peer, seconds in trips:
+            if -1 <= peer < self.world_size and _is_within(seconds, ROUND_TRIPS):
+                least[peer] = min(seconds, least.get(peer, seconds))
+            else:
+                self.rejected += 1
+        return least
+
+    def _use_delayed(self, peer: int, seconds: float, now: float) -> None:
+        """A round trip that met payload was none the shorter for it, so it counts if it is shorter than any known.
+
+        Or if for long there was no other: where payload is always on its way, its queues are part of the latency.
+        """
+        known = self._trips.setdefault(peer, deque(maxlen=TRIPS_KEPT))
+        if not known or seconds < min(s.value for s in known) or now - known[-1].time > LONG_AGO_SECONDS:
+            known.append(_Sample(self._step, now, seconds, 0.25))
+
+    def _look_for_a_rise(self, clear: dict[int, float], delayed: dict[int, float], now: float) -> None:
+        """Note how much farther away than expected the peer is that is least so.
+
+        All peers together, because with many each is asked seldom. Where only those are known that met payload, it has
+        to be more than such round trips were longer than others in the last steps anyway.
+        """
+        risen, risen_if_delayed = self._relative(clear), self._relative(delayed)
+        usual = 1.0 if risen < math.inf else min(self._queueing, default=1.0)
+        if min(risen, risen_if_delayed) <= 1 + NOTICEABLE:
+            self._risen.clear()
+        elif (least := min(risen, risen_if_delayed)) < math.inf and least > usual * (1 + NOTICEABLE):
+            self._risen.append(_Sample(self._step, now, least))
+            return
+        if risen_if_delayed < math.inf:
+            self._queueing.append(max(1.0, risen_if_delayed))
+
+    def _relative(self, least: dict[int, float]) -> float:
+        """To the least that is known of each peer, at the peer where that is least; infinity if nothing is known."""
+        known = {peer: min(s.value for s in self._trips[peer]) for peer in least if self._trips.get(peer)}
+        return min((least[peer] / value for peer, value in known.items()), default=math.inf)
+
+    def _forget_all_before(self, step: int) -> None:
+        """What was before is over, for all peers. Of what came since, that which met payload is better than nothing."""
+        for peer in self._trips.keys() | self._delayed.keys():
+            since = [*self._trips.get(peer, ()), *self._delayed.get(peer, ())]
+            since = sorted({sample for sample in since if sample.step >= step})
+            self._trips[peer] = deque(since, maxlen=TRIPS_KEPT)
+        self._risen.clear()
+        self._queueing.clear()
+
+    def _is_a_rise(self) -> bool:
+        """Samples above expectation are alike if it is the network that has changed; noise is different every time."""
+        if len(self._risen) < IN_A_ROW:
+            return False
+        least, second, *_ = sorted(sample.value for sample in self._risen)
+        return second <= least * (1 + NOTICEABLE) or len(self._risen) == IN_A_ROW_FOR_SURE
+
+    def _forget_before_a_rise(self, samples: deque[_Sample]) -> None:
+        """The same for one peer, which may have become farther away than the others."""
+        recent = list(samples)[-IN_A_ROW_FOR_SURE:]
+        least = min(sample.value for sample in samples)
+        if min(sample.value for sample in recent) > least * (1 + NOTICEABLE):
+            samples.clear()
+            samples.extend(recent)
+
+    def _latency(self, samples: deque[_Sample], own_time: float) -> Estimate:
+        half = min(sample.value for sample in samples) / 2
+        return Estimate(max(half - own_time, half / 10), *self._trust(samples, 2 * half, TRIPS_KEPT))
+
+    # --- rates
+
+    def _note_rate(self, stretches: Iterable[Stretch], now: float) -> None:
+        """A step's rate is near the highest: some stretches came from a rank that was sending to others too."""
+        rates = []
+        for nbytes, seconds in stretches:
+            rate = nbytes / seconds if _is_within(seconds, (1e-9, 1e6)) else math.nan
+            if _is_within(rate, RATES):
+                rates.append((rate, float(nbytes)))
+            else:
+                self.rejected += 1
+        if rates:
+            seconds = sum(nbytes / rate for rate, nbytes in rates)
+            weight = min(1.0, seconds / LONG_STRETCH)
+            while self._rates and self._rates[0].step < self._step - STEPS_OLD:
+                self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
+            self._rates.append(_Sample(self._step, now, weighted_quantile(rates, 0.6), weight))
+
+    def _trust(self, samples: Iterable[_Sample], value: float, wanted: int) -> tuple[float, int, float]:
+        """Confidence, number and age of the samples behind a value."""
+        kept = list(samples)
+        age = max(0.0, self._clock() - kept[-1].time) if kept[-1].step < self._step else 0.0
+        spread = statistics.median(abs(sample.value / value - 1) for sample in kept)
+        enough = sum(sample.weight for sample in kept) / wanted
+        return min(1.0, enough) / (1 + spread) * 2 ** (-age / OLD_SECONDS), len(kept), age
+
+
+def _is_within(value: float, bounds: tuple[float, float]) -> bool:
+    """Which no NaN is."""
+    return bounds[0] <= value <= bounds[1]
+
+
+def weighted_quantile(pairs: list[tuple[float, float]], share: float) -> float:
+    """The least value at which so much of the weight lies at or below it.
+
+    >>> weighted_quantile([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)], 0.5)
+    2.0
+    """
+    wanted = share * sum(weight for _, weight in pairs)
+    reached = 0.0
+    for value, weight in sorted(pairs):
+        reached += weight
+        if reached >= wanted:
+            return value
+    return max(pairs)[0]
