@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("thinwire", deadline=None, derandomize=True)
 settings.load_profile("thinwire")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="Write down what is found as what is expected.")

@@ -13,6 +13,7 @@ from thinwire.errors import (
 )
 
 if TYPE_CHECKING:
+    from thinwire.control.adaptive import Adaptive
     from thinwire.train.checkpoint import Checkpoint
     from thinwire.train.ddp import attach
     from thinwire.train.sync import Synchronizer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Adaptive",
     "Checkpoint",
     "CheckpointError",
     "LinkError",
@@ -40,6 +42,7 @@ __all__ = [
 # These bring torch with them, which takes seconds to import and which `thinwire lab` does without: they come when they
 # are first asked for.
 _HOMES = {
+    "Adaptive": "thinwire.control.adaptive",
     "Checkpoint": "thinwire.train.checkpoint",
     "Network": "thinwire.types",
     "Plan": "thinwire.types",

@@ -27,6 +27,31 @@ def compress(
 
 
 @app.command()
+def regret(
+    hosts: Annotated[list[int] | None, typer.Option(help="Hosts in the lab; may be given several times.")] = None,
+    params: Annotated[list[int] | None, typer.Option(help="Entries of the gradient; likewise.")] = None,
+    ratio: Ratio = 0.01,
+    json: Json = False,
+) -> None:
+    """Is what the controller chooses the fastest? In the lab, over latencies, rates and gradient sizes."""
+    from thinwire.bench import regret
+
+    regret.main(hosts or regret.HOSTS, params or regret.SIZES, ratio, as_json=json)
+
+
+@app.command()
+def harm(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes on loopback.")] = 2,
+    blocks: Annotated[int, typer.Option(min=2, help="Blocks of ten steps, in turns.")] = 20,
+    json: Json = False,
+) -> None:
+    """What adaptive costs where compression does not pay: against plain DDP on loopback, in turns."""
+    from thinwire.bench import harm
+
+    harm.main(ranks, blocks, as_json=json)
+
+
+@app.command()
 def link(json: Json = False) -> None:
     """Our tcp link against torch.distributed's messages: latency, throughput, processor time."""
     from thinwire.bench import link

@@ -7,6 +7,7 @@ in the thread that called it. Nothing is ever sent from a future's callback.
 
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.native import TorchAllReduce
+from thinwire.control.adaptive import Adaptive
 from thinwire.link.base import Link
 from thinwire.train.layout import plain_name
 from thinwire.train.sync import Synchronizer
@@ -24,7 +26,7 @@ _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 def attach(
     model: DistributedDataParallel,
-    exchange: str = "topk-allgather",
+    exchange: str | Adaptive = "adaptive",
     *,
     ratio: float | None = None,
     collective: str | None = None,
@@ -34,14 +36,17 @@ def attach(
     timeout: float = 300.0,
     low_pass: float = 1.0,
     scaler: Any = None,
+    records: Path | str | None = None,
 ) -> Synchronizer:
-    """Exchange a DDP model's gradients by a plan of ours. The training loop stays as it is.
+    """Exchange a DDP model's gradients as the network allows. The training loop stays as it is.
 
         model = DistributedDataParallel(model)
-        comm = thinwire.attach(model, exchange="star-topk", ratio=0.01)
+        comm = thinwire.attach(model)
+        ...
+        comm.explain()
 
     See `Synchronizer` for the arguments and for what comes back. A plan of exchange="dense", collective="torch" is
-    DDP's own exchange, bit for bit.
+    DDP's own exchange, bit for bit, and it is what runs where compression does not pay.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -66,6 +71,7 @@ def attach(
         group=model.process_group,
         ignore=model.parameters_to_ignore,
         broadcast_parameters=False,
+        records=records,
     )
     model.register_comm_hook(_Courier(comm, model), _hook)
     _attached.add(model)
@@ -104,6 +110,8 @@ class _Courier:
         if bucket.buffer().is_sparse:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
+        if bucket.index() == 0:
+            self._comm.hear_by_torch()
         if self._comm.exchange.bucketwise and self._comm.memory.empty:
             self._used.clear()
             return self._passing.take(bucket)
@@ -168,10 +176,14 @@ class _Passing:
         with self._lock:
             self._under_way += 1
             self._all_taken = bucket.is_last()
+        self._comm.look(bucket.buffer())
         self._native.count(link, bucket.buffer())
         # DDP multiplies by the inverse where others divide; with 3 ranks the bits differ.
         buffer = bucket.buffer().mul_(1 / link.world_size)
         future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=link.group, async_op=True).get_future()
+        if bucket.is_last():
+            self._taken_at = link.now()
+            self._comm.tell_by_torch()
         return future.then(lambda done: self._arrived(done.value()[0]))
 
     def _arrived(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -180,7 +192,10 @@ class _Passing:
             self._under_way -= 1
             self._finite &= finite
             if self._all_taken and not self._under_way:
-                link, gain = self._comm.link, 1.0 if self._finite else float("nan")
-                sent_bytes = link.sent_bytes - self._sent_before
-                self._comm.close_step(link.now() - self._start, 0.0, sent_bytes, gain, not self._finite)
+                self._close()
         return buffer
+
+    def _close(self) -> None:
+        link, now, gain = self._comm.link, self._comm.link.now(), 1.0 if self._finite else float("nan")
+        sent_bytes, waited = link.sent_bytes - self._sent_before, now - self._taken_at
+        self._comm.close_step(now - self._start, 0.0, sent_bytes, gain, not self._finite, waited)

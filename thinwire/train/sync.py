@@ -6,7 +6,9 @@ import hashlib
 import math
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives import ALL_GATHERS, BROADCASTS
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.explain import explain
+from thinwire.control.prices import Prices, ways
 from thinwire.errors import PlanMismatch
-from thinwire.exchange import TOLD, Stopwatch, build, complete
+from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete
 from thinwire.link.base import Link
 from thinwire.link.process import ProcessLink
 from thinwire.link.tcp import TcpLink
+from thinwire.records import Records
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
-from thinwire.types import Moment, Plan, StepRecord, Told
+from thinwire.train.pilot import Pilot
+from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
 _STATE_VERSION = 1
 _STEPS_COMPARED = 16
@@ -33,7 +40,7 @@ class Synchronizer:
 
     `attach` uses one under DistributedDataParallel. In a loop of one's own:
 
-        sync = thinwire.Synchronizer(model, exchange="star-topk", ratio=0.01)
+        sync = thinwire.Synchronizer(model)
         for x, y in batches:
             optimizer.zero_grad()
             loss(model(x), y).backward()
@@ -42,11 +49,13 @@ class Synchronizer:
 
     Args:
         model: its parameters and buffers become rank 0's at the start, as under DDP; buffers are left alone after that.
-        exchange: dense, topk-allgather, layerwise-topk, ms-topk, star-topk or var-topk.
-        ratio: the share of entries to send, in (0, 1]: 0.01 is 1 %, "100x".
-        collective: ring, tree, halving or direct; where gradients are reduced also torch, its own all_reduce. Each
-            exchange has a default.
-        broadcast: how star-topk and var-topk spread indices: tree, or scatter (fewer bytes, more messages).
+        exchange: adaptive (the default): measure the network and choose, and choose again when something changes; how
+            can be set by an `Adaptive` in its place. Or one for good: dense, topk-allgather, layerwise-topk, ms-topk,
+            star-topk or var-topk.
+        ratio: of a fixed exchange, the share of entries to send, in (0, 1]: 0.01 is 1 %, "100x".
+        collective: of a fixed exchange, ring, tree, halving or direct; where gradients are reduced also torch, its own
+            all_reduce. Each exchange has a default.
+        broadcast: how a fixed star-topk or var-topk spreads indices: tree, or scatter (fewer bytes, more messages).
         values: float32, or float16 for half the bytes of a gathered value; what rounding loses is kept in the error.
         link: tcp (our own connections), process (torch.distributed's), or a `Link`.
         timeout: seconds of silence from a peer after which waiting for it ends in `LinkTimeout`. Torch's own all_reduce
@@ -56,6 +65,7 @@ class Synchronizer:
         group: the process group, by default the whole world.
         ignore: names of parameters that are not to be averaged.
         broadcast_parameters: False if the ranks' models are known to be equal at the start.
+        records: a file for one JSON line per step and per decision, written by rank 0 (thinwire/records.py).
 
     Attributes:
         plan: what runs at the next step.
@@ -67,7 +77,7 @@ class Synchronizer:
     def __init__(
         self,
         model: nn.Module,
-        exchange: str = "topk-allgather",
+        exchange: str | Adaptive = "adaptive",
         *,
         ratio: float | None = None,
         collective: str | None = None,
@@ -80,31 +90,60 @@ class Synchronizer:
         group: dist.ProcessGroup | None = None,
         ignore: Collection[str] = (),
         broadcast_parameters: bool = True,
+        records: Path | str | None = None,
     ) -> None:
-        if exchange == "dense" and ratio not in (None, 1):
-            warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", stacklevel=2)
+        controller = Adaptive() if exchange == "adaptive" else exchange if isinstance(exchange, Adaptive) else None
+        plan = _first_plan(controller, exchange, ratio, collective, broadcast, values)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}.")
-        default = 1.0 if exchange == "dense" else 0.01
-        self._plan = complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
         refuse_sparse_gradients(model)
         self._model = model
         self._layout = Layout.of((name, p) for name, p in model.named_parameters() if name not in ignore)
         self.memory = ErrorMemory(self._layout, low_pass)
-        self.exchange = build(self._plan, self._layout.sizes)
         self.step = 0
         self.skipped = 0
         self.last: StepRecord | None = None
         self._scaler = scaler
+        self._exchanges: dict[Plan, Exchange] = {}
         self.link = link if isinstance(link, Link) else _open(link, group, timeout)
+        if controller is not None and self.link.group is None:
+            plan = complete("dense", 1.0, "ring")
+        prices = _prices(self._layout, self.link, controller)
+        self._records = Records(records, **_described(prices, controller)) if records and self.link.rank == 0 else None
+        self._steering = Stopwatch(self.link)
+        self._pilot = Pilot(self.link, prices, controller, plan, self._records)
         options = f"low_pass={low_pass!r}, {'a' if scaler else 'no'} scaler"
-        _agree(self.link, {"plan": str(self._plan), "model": self._layout.describe(), "options": options})
+        rule = str(plan) if controller is None else repr(controller)
+        _agree(self.link, {"plan": rule, "model": self._layout.describe(), "options": options})
         if broadcast_parameters:
             _broadcast(self.link, [*model.parameters(), *model.buffers()])
+        self._pilot.survey()
 
     @property
     def plan(self) -> Plan:
-        return self._plan
+        return self._pilot.plan
+
+    @property
+    def exchange(self) -> Exchange:
+        """What runs the present plan. One that comes back finds what it had learned of the gradient."""
+        kind = replace(self.plan, ratio=1.0)
+        if kind not in self._exchanges:
+            self._exchanges[kind] = build(kind, self._layout.sizes)
+        return self._exchanges[kind]
+
+    @property
+    def network(self) -> Network | None:
+        """Latency and seconds per byte as all ranks agree on them; None before anything was measured."""
+        return self._pilot.view.network
+
+    @property
+    def control_seconds(self) -> float:
+        """What measuring and deciding have cost this rank so far."""
+        return self._steering.seconds
+
+    def explain(self) -> None:
+        """Print what runs, since when and why, and what else was considered."""
+        print(explain(self._pilot.decision, self._pilot.view, self._pilot.plan, self.last))
 
     @cached_property
     def _out(self) -> torch.Tensor:
@@ -136,24 +175,30 @@ class Synchronizer:
             raise
 
     def _average(self, grads: Mapping[str, torch.Tensor], hold: Collection[str]) -> None:
-        link, watch, start, sent_before = self.link, Stopwatch(), self.link.now(), self.link.sent_bytes
-        link.moment = Moment(self.step, str(self._plan))
+        link, pilot, exchange = self.link, self._pilot, self.exchange
+        watch, start, sent_before = Stopwatch(link), link.now(), link.sent_bytes
+        link.moment = Moment(self.step, str(pilot.plan))
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         with watch:
             fed = self.memory.feed(grads, 1 / scale, hold)
         told = Told(energy=fed.energy, not_finite=not fed.finite, holding=self.memory.holding)
-        done = self.exchange.run(link, fed, self._plan.ratio, self.step, told, self._out)
+        with watch, self._steering:
+            if fed.finite:
+                pilot.look(self.step, fed.x)
+            told = pilot.tell(self.step, told)
+        done = exchange.run(link, fed, pilot.plan.ratio, self.step, told, self._out)
         skip = done.told.not_finite > 0
         with watch:
             if skip:
                 done.mean.fill_(math.nan)  # as it would be without us; whoever scales the loss then skips the step
             else:
-                self.memory.commit(nothing_left=self.exchange.lossless and done.told.holding == 0)
+                self.memory.commit(nothing_left=exchange.lossless and done.told.holding == 0)
             for name, grad in grads.items():
                 self._hand_over(done.mean[self._layout.slices[name]], scale, name, grad)
         gain = math.nan if skip else _gain(done.told)
         seconds, computed = link.now() - start, watch.seconds + done.compress_seconds
         self.close_step(seconds, computed, link.sent_bytes - sent_before, gain, skip)
+        self.hear(done.told)
 
     def _hand_over(self, mean: torch.Tensor, scale: float, name: str, grad: torch.Tensor) -> None:
         """Write the mean into the gradient; what a narrower type cannot hold is kept in every rank's error."""
@@ -165,21 +210,59 @@ class Synchronizer:
                 mean = kept
         grad.copy_((mean if scale == 1 else mean * scale).view(grad.shape))
 
-    def close_step(self, seconds: float, compress_seconds: float, sent_bytes: int, gain: float, skip: bool) -> None:
-        """Record a step and count it."""
-        N = self.link.world_size
+    def close_step(
+        self,
+        seconds: float,
+        compress_seconds: float,
+        sent_bytes: int,
+        gain: float,
+        skip: bool,
+        waited: float | None = None,
+    ) -> None:
+        """Record a step and count it. `waited` is what of `seconds` backward() did not hide, by default all."""
+        N, standing = self.link.world_size, self._pilot.standing
+        waited = seconds if waited is None else waited
+        with self._steering:
+            step_seconds = self._pilot.note_step(waited, compress_seconds, self.link.sent_bytes)
         self.last = StepRecord(
             step=self.step,
-            plan=self._plan,
+            plan=standing.plan,
             seconds=seconds,
             compress_seconds=compress_seconds,
             sent_bytes=sent_bytes,
             dense_bytes=2 * (N - 1) * self._layout.nbytes // N,
             gain=gain,
             skipped=skip,
+            step_seconds=step_seconds,
+            predicted_seconds=math.nan if standing.seconds is None else standing.seconds,
         )
         self.step += 1
         self.skipped += skip
+        if self._records is not None:
+            network = self.network
+            seen = {} if network is None else {"alpha": network.alpha, "beta": network.beta}
+            self._records.write("step", **(asdict(self.last) | {"plan": asdict(self.last.plan)}), **seen)
+
+    def look(self, bucket: torch.Tensor) -> None:
+        """See how the energy of a part of the gradient is spread."""
+        with self._steering:
+            self._pilot.look(self.step, bucket)
+
+    def tell_by_torch(self) -> None:
+        """For steps that carry no numbers of ours: now and then send some beside them, and do not wait for it."""
+        with self._steering:
+            self._pilot.tell_by_torch(self.step)
+
+    def hear_by_torch(self) -> None:
+        """Take in what came of it, at the beginning of the next step on all ranks."""
+        told = self._pilot.heard_by_torch()
+        if told is not None:
+            self.hear(told)
+
+    def hear(self, told: Told) -> None:
+        """Take in what all ranks told of the last step they told of: from the next step on another plan may run."""
+        with self._steering:
+            self._pilot.hear(told, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on as if nothing had happened: numbers, and tensors by parameter name."""
@@ -190,6 +273,7 @@ class Synchronizer:
             "step": self.step,
             "skipped": self.skipped,
             "error": self.memory.state_dict(),
+            "pilot": self._pilot.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,7 +290,10 @@ class Synchronizer:
             raise ValueError(f"this state's counts are not whole numbers: {counts}.")
         if not isinstance(state.get("error"), Mapping):
             raise ValueError("this state has no errors by parameter name.")
+        if not isinstance(state.get("pilot"), Mapping):
+            raise ValueError("this state does not say which plan was in force.")
         self.memory.load_state_dict(state["error"])
+        self._pilot.load_state_dict(state["pilot"])
         self.step, self.skipped = state["step"], state["skipped"]
 
     def common_step(self, steps: Collection[int]) -> int | None:
@@ -224,6 +311,45 @@ class Synchronizer:
     def close(self) -> None:
         """Say goodbye to the other ranks. Nothing can be averaged after."""
         self.link.close()
+        if self._records is not None:
+            self._records.close()
+
+
+def _first_plan(
+    controller: Adaptive | None,
+    exchange: str | Adaptive,
+    ratio: float | None,
+    collective: str | None,
+    broadcast: str,
+    values: str,
+) -> Plan:
+    """The plan that is fixed, or, of one that is not, what is sure to do no harm until something was measured."""
+    if controller is not None:
+        given = {"ratio": ratio, "collective": collective, "broadcast": broadcast, "values": values}
+        for name, value in given.items():
+            if value not in (None, "tree", "float32"):
+                raise ValueError(
+                    f"{name}={value!r} belongs to a fixed exchange, and adaptive chooses for itself. Set its bounds by "
+                    "exchange=thinwire.Adaptive(ratios=(0.001, 0.1)), or name an exchange."
+                )
+        return complete("dense", 1.0)
+    if not isinstance(exchange, str):
+        raise TypeError(f"exchange must be a name or an Adaptive, got {type(exchange).__name__}.")
+    if exchange == "dense" and ratio not in (None, 1):
+        warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", stacklevel=4)
+    default = 1.0 if exchange == "dense" else 0.01
+    return complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
+
+
+def _prices(layout: Layout, link: Link, controller: Adaptive | None) -> Prices:
+    exchanges = () if controller is None else controller.exchanges
+    choice = ways(link.world_size, has_group=link.group is not None, exchanges=("dense", *exchanges))
+    return Prices(layout.numel, layout.dtype.itemsize, link.world_size, choice, layout.sizes)
+
+
+def _described(prices: Prices, controller: Adaptive | None) -> dict[str, Any]:
+    """What was decided upon, as a record."""
+    return {"prices": prices.to_json(), "controller": None if controller is None else asdict(controller)}
 
 
 def _open(name: str, group: dist.ProcessGroup | None, timeout: float) -> Link:

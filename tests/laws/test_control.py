@@ -1,0 +1,199 @@
+"""Laws of deciding: all ranks hold the same plan, whatever they measure, and a run can be decided again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire import records
+from thinwire.control.adaptive import Adaptive, Decision
+from thinwire.control.replay import replay
+from thinwire.link.base import Reading, Stretch
+from thinwire.link.thread import ThreadLink, ThreadWorld
+from thinwire.train.sync import Synchronizer
+from thinwire.types import Network, Plan
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+JUNK = [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-30, 1e30, 1e-3, 0.05, 0.7, 5.0]
+
+
+def step(sync: Synchronizer, net: nn.Linear, number: int, seconds: float = 0.0) -> None:
+    """One step of training: some computing, a gradient with a few large entries, its mean."""
+    generator = torch.Generator().manual_seed(1000 * number + sync.link.rank)
+    spread = torch.linspace(-3, 3, net.weight.numel()).exp().view(net.weight.shape)
+    sync.link.compute(seconds)  # type: ignore[attr-defined]
+    net.weight.grad = torch.randn(net.weight.shape, generator=generator) * spread
+    sync.average_gradients()
+
+
+def a_net(numel: int) -> nn.Linear:
+    return nn.Linear(numel // 20, 20, bias=False)
+
+
+# --- agreement
+
+
+class Liar(random.Random):
+    """Readings of all kinds, other ones on every rank."""
+
+    def reading(self, world_size: int) -> Reading:
+        peers = [(self.randrange(-2, world_size + 2), self.choice(JUNK)) for _ in range(self.randrange(4))]
+        stretches = [Stretch(self.choice([0, -5, 1, 10**6]), self.choice(JUNK)) for _ in range(self.randrange(3))]
+        return Reading(tuple(peers), tuple(stretches), self.choice([0, -1, 128]))
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_all_ranks_hold_the_same_plan_whatever_each_of_them_measures(block: int) -> None:
+    changes = 0
+    for seed in range(100 * block, 100 * block + 100):
+        plans = ThreadWorld(2 + seed % 3, Network(alpha=0.01, beta=1e-6)).run(lambda link, s=seed: lied_to(link, s))
+        assert all(plan == plans[0] for plan in plans)
+        changes += len(set(plans[0])) - 1
+    assert changes > 0
+
+
+def lied_to(link: ThreadLink, seed: int) -> list[Plan]:
+    liar = Liar(f"{seed} {link.rank}")
+    link.read_out = lambda: liar.reading(link.world_size)  # type: ignore[method-assign]
+    net = a_net(400)
+    sync = Synchronizer(net, Adaptive(patience=1, objective=("goodput", "seconds")[seed % 2]), link=link)
+    plans = [sync.plan]
+    for number in range(5):
+        step(sync, net, number, seconds=liar.choice([0.0, 1e-6, 0.1, 3600.0]))
+        plans.append(sync.plan)
+    return plans
+
+
+# --- replay and resume
+
+
+def changing(link: ThreadLink, number: int) -> None:
+    """The network becomes slow, far, and near and fast again."""
+    if link.rank == 0:
+        alpha, beta = [(1e-3, 1e-8), (1e-3, 1e-6), (5e-2, 1e-6), (1e-4, 1e-9)][number // 12 % 4]
+        link.world.wire.network = Network(alpha=alpha, beta=beta)
+
+
+@pytest.mark.parametrize("objective", ["goodput", "seconds", "knee"])
+def test_a_recorded_run_is_decided_again_alike(objective: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(20_000)
+        sync = Synchronizer(net, Adaptive(objective=objective), link=link, records=path)
+        for number in range(48):
+            changing(link, number)
+            step(sync, net, number, seconds=0.02)
+        sync.close()
+
+    ThreadWorld(4, Network(alpha=1e-3, beta=1e-8)).run(program)
+    written = list(records.read(path))
+    made = [record for record in written if record["kind"] == "decision"]
+    assert len(made) >= 4
+    again = [records.plain(decision.to_json()) for decision in replay(written)]
+    assert again == [{key: record[key] for key in record if key not in ("kind", "time")} for record in made]
+
+
+def test_another_controller_can_be_asked_about_a_recorded_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(20_000)
+        sync = Synchronizer(net, "star-topk", link=link, records=path)
+        for number in range(20):
+            step(sync, net, number, seconds=0.02)
+        sync.close()
+
+    ThreadWorld(4, Network(alpha=1e-3, beta=1e-6)).run(program)
+    with pytest.raises(ValueError, match="fixed plan"):
+        replay(records.read(path))
+    assert replay(records.read(path), Adaptive()) == []  # which is asked when there is something to decide
+
+
+def test_an_adaptive_run_that_was_resumed_ends_with_the_same_bits_as_one_that_went_on() -> None:
+    network = Network(alpha=1e-3, beta=1e-7)
+
+    def start(link: ThreadLink) -> tuple[Synchronizer, nn.Linear]:
+        net = a_net(4000)
+        return Synchronizer(net, link=link), net
+
+    def whole(link: ThreadLink) -> Any:
+        sync, net = start(link)
+        for number in range(30):
+            step(sync, net, number, seconds=0.02)
+            if number == 14:
+                saved = copy.deepcopy(sync.state_dict())
+                link.clock += 100  # as long as it takes to come back
+                sync._pilot._last_end = math.nan
+        return saved, sync.state_dict(), sync.plan, net.weight.grad
+
+    def resumed(link: ThreadLink) -> Any:
+        sync, net = start(link)
+        for number in range(3):
+            step(sync, net, number, seconds=0.5)
+        sync.load_state_dict(went_on[link.rank][0])
+        for number in range(15, 30):
+            step(sync, net, number, seconds=0.02)
+        return sync.state_dict(), sync.plan, net.weight.grad
+
+    went_on = ThreadWorld(3, network).run(whole)
+    for (_, state, plan, grad), (state_again, plan_again, grad_again) in zip(
+        went_on, ThreadWorld(3, network).run(resumed), strict=True
+    ):
+        assert plan == plan_again and torch.equal(grad, grad_again)
+        times, times_again = state["pilot"].pop("times"), state_again["pilot"].pop("times")
+        assert times == pytest.approx(times_again)  # differences of a clock that reads differently
+        assert state["pilot"] == state_again["pilot"]
+
+
+# --- histories
+
+# PAPERS: Tyagi & Swany 2023: latency in ms, rate in Gbit/s; a stage here is 20 steps, rates are divided by 50.
+C1 = [(1, 25), (1, 1), (50, 1), (50, 25)]
+C2 = [(1, 25), (2, 20), (4, 15), (8, 10), (16, 5), (32, 1), (16, 5), (8, 10), (4, 15), (2, 20), (1, 25)]
+STAGE, SCALE = 20, 50
+
+
+def history(stages: list[tuple[int, int]]) -> str:
+    """The decisions of a run of 8 ranks whose network goes through these stages, a line each."""
+    lines: list[str] = []
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(200_000)
+        sync = Synchronizer(net, link=link)
+        told: Decision | None = None
+        for number in range(STAGE * len(stages)):
+            alpha, rate = stages[number // STAGE]
+            if link.rank == 0:
+                link.world.wire.network = Network(alpha=alpha * 1e-3, beta=SCALE * 8e-9 / rate)
+                if number % STAGE == 0:
+                    lines.append(f"-- {alpha} ms, {rate * 1000 // SCALE} Mbit/s")
+                decision = sync._pilot.decision
+                if decision is not None and decision is not told:
+                    told = decision
+                    lines.append(line_of(decision))
+            step(sync, net, number, seconds=0.05)
+
+    ThreadWorld(8, Network(alpha=1e-3, beta=SCALE * 8e-9 / 25)).run(program)
+    return "\n".join(lines) + "\n"
+
+
+def line_of(decision: Decision) -> str:
+    kept = "keeps" if decision.plan == decision.before else "takes"
+    return f"{decision.step:4d} {kept} {decision.plan}: {decision.trigger} ({decision.seconds * 1e3:.0f} ms a step)"
+
+
+@pytest.mark.parametrize(("name", "stages"), [("c1", C1), ("c2", C2)])
+def test_the_history_of_decisions_is_as_it_was(name: str, stages: list[Any], request: pytest.FixtureRequest) -> None:
+    """Run pytest with --rewrite-golden to write down a new one, and read what has changed."""
+    path, found = GOLDEN / f"{name}.txt", history(stages)
+    if request.config.getoption("--rewrite-golden"):
+        path.write_text(found)
+    assert found == path.read_text()

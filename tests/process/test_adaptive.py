@@ -1,0 +1,132 @@
+"""One line on top of DDP: it measures, chooses, says why, and changes its mind without losing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.process.launch import run_ranks
+from tests.process.models import flat_parameters, loss_of, make
+from thinwire import records
+from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.prices import Prices
+from thinwire.control.replay import replay
+from thinwire.control.view import View
+from thinwire.exchange import complete
+
+pytestmark = pytest.mark.process
+
+
+def _train(rank: int, kind: str, steps: int, path: str | None, **attach: Any) -> dict[str, Any]:
+    model = DDP(make(kind))
+    comm = thinwire.attach(model, records=path, **attach)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    plans = [str(comm.plan)]
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        plans.append(str(comm.plan))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        comm.explain()
+    share = comm.control_seconds
+    comm.close()
+    return {"parameters": flat_parameters(model), "plans": plans, "said": said.getvalue(), "control": share}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_attach_alone_trains_with_the_same_plans_and_bits_on_all_ranks(kind: str, ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    ended = run_ranks(_train, ranks, kind=kind, steps=30, path=str(path))
+    for other in ended[1:]:
+        assert other["plans"] == ended[0]["plans"]
+        assert torch.equal(other["parameters"], ended[0]["parameters"])
+    written = list(records.read(path))
+    assert written[0]["kind"] == "run" and sum(record["kind"] == "step" for record in written) == 30
+    if ranks > 1:
+        assert "From step" in ended[0]["said"] and "one way" in ended[0]["said"]
+        made = [record for record in written if record["kind"] == "decision"]
+        assert [records.plain(decision.to_json())["plan"] for decision in replay(written)] == [d["plan"] for d in made]
+
+
+# --- changing plans
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restless(Adaptive):
+    """Another plan at every step."""
+
+    plans = (
+        complete("dense", 1.0),
+        complete("star-topk", 0.05, "tree"),
+        complete("dense", 1.0, "ring"),
+        complete("topk-allgather", 0.1),
+        complete("dense", 1.0),
+        complete("dense", 1.0),
+        complete("topk-allgather", 0.02, "ring"),
+    )
+
+    def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision:
+        return Decision(
+            step=step,
+            trigger="restlessness",
+            plan=self.plans[step % len(self.plans)],
+            before=standing.plan,
+            seconds=1.0,
+            alpha=1.0,
+            beta=1.0,
+            rest=1.0,
+            gain=1.0,
+            gains={},
+            candidates=(),
+        )
+
+
+class Linear(nn.Module):
+    """Its gradients do not depend on its parameters, so that what was sent late can be counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(50 + 10 * i)) for i in range(8))
+
+    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+        return sum(((w * c).sum() for w, c in zip(self.weights, factors, strict=True)), torch.zeros(()))
+
+
+def _restless(rank: int, ranks: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    model = DDP(Linear(), bucket_cap_mb=1e-4)
+    comm = thinwire.attach(model, Restless())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    total, ran = torch.zeros(sum(p.numel() for p in model.parameters())), []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        everyones = [[torch.randn(p.shape, generator=generator) for p in model.parameters()] for _ in range(ranks)]
+        total += torch.stack([torch.cat(factors) for factors in everyones]).mean(0)
+        optimizer.zero_grad()
+        model(everyones[rank]).backward()
+        optimizer.step()
+        assert comm.last is not None
+        ran.append(comm.last.plan.exchange)
+    comm.close()
+    return flat_parameters(model), total, ran
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_changing_the_plan_at_every_step_loses_nothing(ranks: int) -> None:
+    steps = 7 * 6 + 1  # the last one is dense, so that everything has been sent
+    ended = run_ranks(_restless, ranks, ranks=ranks, steps=steps)
+    for parameters, total, ran in ended:
+        assert torch.equal(parameters, ended[0][0])
+        assert len(set(ran)) == 3
+        torch.testing.assert_close(-parameters, total, rtol=1e-4, atol=1e-4)

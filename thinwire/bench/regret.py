@@ -1,0 +1,245 @@
+"""Does the controller choose right? Real hosts in the lab, a grid of networks and gradient sizes.
+
+In every cell the network changes to a new latency and rate while an adaptive run goes on. How long until the ranks
+agree on the new latency and rate, and how far off are they in the end? Then every way that could be the best there is
+measured, in turns, and the one that was chosen is compared with the fastest:
+    regret = measured seconds of the chosen way / measured seconds of the fastest way - 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.bench.machine import describe_machine
+from thinwire.collectives import ALL_GATHERS
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.prices import Prices, Way, ways
+from thinwire.control.view import way_of
+from thinwire.lab import registry
+from thinwire.lab.lab import Lab, ask, visit
+from thinwire.lab.run import run
+from thinwire.lab.settings import change_from_words
+from thinwire.link.base import Link
+from thinwire.link.tcp import TcpLink
+from thinwire.train.sync import Synchronizer
+from thinwire.types import Moment, Network
+
+HOSTS = (4, 8)
+LATENCIES = ("1ms", "5ms", "20ms")
+RATES = ("20mbit", "100mbit", "500mbit")
+SIZES = (100_000, 1_000_000, 4_000_000)
+STEPS, REPEATS = 30, 7
+COMPUTE_SECONDS = 0.03  # what a training step does besides
+WORTH_MEASURING = 2.5  # times the least price: what is beyond cannot be the fastest
+CLOSE = 0.15
+
+
+def main(hosts: Sequence[int], sizes: Sequence[int], ratio: float, as_json: bool) -> None:
+    """Measure every cell, print one line for each, and the summary as one JSON line at the end."""
+    cells: list[dict[str, Any]] = []
+    for number in hosts:
+        with tempfile.TemporaryDirectory() as folder, Lab(number) as lab:
+            out = Path(folder) / "cells.jsonl"
+            config = json.dumps({"sizes": list(sizes), "ratio": ratio, "out": str(out)})
+            if run(lab, [sys.executable, "-m", "thinwire.bench.regret", config]) != 0:
+                raise RuntimeError("a host failed; its error is above.")
+            cells += [json.loads(line) for line in out.read_text().splitlines()]
+    summary = summarise(cells)
+    if as_json:
+        print(json.dumps({**summary, "ratio": ratio, "each": cells, **describe_machine()}))
+    else:
+        for name, value in summary.items():
+            print(f"{name:<24} {value:.4g}")
+
+
+def summarise(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The figures that matter, over all cells."""
+    regrets = sorted(cell["regret"] for cell in cells)
+
+    def middle(key: str) -> float:
+        known = [cell[key] for cell in cells if cell[key] is not None]
+        return round(statistics.median(known), 4) if known else float("nan")
+
+    return {
+        "median_regret": round(statistics.median(regrets), 4),
+        "p90_regret": round(regrets[min(len(regrets) - 1, int(0.9 * len(regrets)))], 4),
+        "max_regret": round(regrets[-1], 4),
+        "right": sum(regret <= 0.1 for regret in regrets),
+        "cells": len(cells),
+        "alpha_error": middle("alpha_error"),
+        "beta_error": middle("beta_error"),
+        "prediction_error": middle("prediction_error"),
+        "steps_to_follow": middle("steps_to_follow"),
+        "never_followed": sum(cell["steps_to_follow"] is None for cell in cells),
+    }
+
+
+# --- on the hosts
+
+
+def work(sizes: Sequence[int], ratio: float, out: str) -> None:
+    """What every host runs."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    link = TcpLink()
+    for size in sizes:
+        bench = _Bench(link, size, ratio)
+        for latency, rate in _walk():
+            cell = bench.cell(latency, rate)
+            if link.rank == 0:
+                with Path(out).open("a") as file:
+                    file.write(json.dumps(cell) + "\n")
+                print(_line(cell), flush=True)
+    link.close()
+    dist.destroy_process_group()
+
+
+def _walk() -> list[tuple[str, str]]:
+    """All networks, in an order in which latency and rate change alone and together."""
+    grid = list(itertools.product(LATENCIES, RATES))
+    return grid[::2] + grid[1::2]
+
+
+class _Bench:
+    def __init__(self, link: Link, size: int, ratio: float) -> None:
+        self._link, self._ratio = link, ratio
+        self._model = nn.Linear(size // 100, 100, bias=False)
+        self._gradient = torch.randn(size, generator=torch.Generator().manual_seed(link.rank)).view(100, -1)
+        self._adaptive: Synchronizer | None = None
+        self._ways = ways(link.world_size, has_group=True)
+        self._prices = Prices(size, 4, link.world_size, self._ways)
+        self._fixed: dict[Way, Synchronizer] = {}
+
+    def cell(self, latency: str, rate: str) -> dict[str, Any]:
+        truth = self._set_network(latency, rate)
+        if self._adaptive is None:
+            controller = Adaptive(objective="seconds", ratios=(self._ratio, self._ratio))
+            self._adaptive = Synchronizer(self._model, controller, link=self._link, broadcast_parameters=False)
+        trace = [self._step(self._adaptive) for _ in range(STEPS)]
+        network = self._adaptive.network
+        chosen, measured = way_of(self._adaptive.plan), self._measure(truth, way_of(self._adaptive.plan))
+        best = min(measured, key=lambda way: measured[way])
+        predicted = [step["predicted"] for step in trace[-10:] if step["predicted"] is not None]
+        last = statistics.median(step["seconds"] for step in trace[-10:])
+        return {
+            "hosts": self._link.world_size,
+            "size": self._prices.numel,
+            "latency": latency,
+            "rate": rate,
+            "chosen": str(chosen),
+            "best": str(best),
+            "regret": round(measured[chosen] / measured[best] - 1, 4),
+            "alpha_error": None if network is None else round(abs(network.alpha / truth.alpha - 1), 4),
+            "beta_error": None if network is None else round(abs(network.beta / truth.beta - 1), 4),
+            "prediction_error": round(abs(statistics.median(predicted) / last - 1), 4) if predicted else None,
+            "steps_to_follow": _followed(trace, truth),
+            "measured_ms": {str(way): round(seconds * 1e3, 3) for way, seconds in measured.items()},
+            "priced_ms": {
+                str(way): round(self._prices.seconds(way, self._ratio, truth) * 1e3, 3) for way in self._ways
+            },
+        }
+
+    def _set_network(self, latency: str, rate: str) -> Network:
+        if self._link.rank == 0:
+            _, folder = registry.find(os.environ["THINWIRE_LAB"])
+            change = change_from_words({"latency": latency, "rate": rate}, self._link.world_size)
+            with visit(folder) as relay:
+                ask(relay, {"do": "change", "change": change.to_json()})
+        self._meet()
+        return Network(alpha=_seconds(latency), beta=1 / _bytes_per_second(rate))
+
+    def _step(self, sync: Synchronizer) -> dict[str, Any]:
+        time.sleep(COMPUTE_SECONDS)
+        for parameter in self._model.parameters():
+            parameter.grad = self._gradient.clone()
+        sync.average_gradients()
+        assert sync.last is not None
+        network, predicted = sync.network, sync.last.predicted_seconds
+        return {
+            "alpha": network.alpha if network else None,
+            "beta": network.beta if network else None,
+            "seconds": sync.last.step_seconds,
+            "predicted": predicted if predicted == predicted else None,
+        }
+
+    def _measure(self, truth: Network, chosen: Way) -> dict[Way, float]:
+        """The seconds of every way that could be the fastest, in turns, as the median over rounds."""
+        priced = {way: self._prices.seconds(way, self._ratio, truth) for way in self._ways}
+        limit = WORTH_MEASURING * min(priced.values())
+        rivals = [way for way in self._ways if priced[way] <= limit or way == chosen]
+        seconds: dict[Way, list[float]] = {way: [] for way in rivals}
+        for _ in range(REPEATS):
+            for way in rivals:
+                seconds[way].append(self._time(self._fixed_at(way)))
+        return {way: statistics.median(times[1:]) for way, times in seconds.items()}
+
+    def _fixed_at(self, way: Way) -> Synchronizer:
+        if way not in self._fixed:
+            self._fixed[way] = Synchronizer(
+                self._model,
+                way.exchange,
+                ratio=None if way.exchange == "dense" else self._ratio,
+                collective=way.collective,
+                broadcast=way.broadcast,
+                link=self._link,
+                broadcast_parameters=False,
+            )
+        return self._fixed[way]
+
+    def _time(self, sync: Synchronizer) -> float:
+        """From a common start to the last rank's end."""
+        for parameter in self._model.parameters():
+            parameter.grad = self._gradient.clone()
+        self._meet()
+        sync.average_gradients()
+        assert sync.last is not None
+        return max(self._meet(sync.last.seconds))
+
+    def _meet(self, number: float = 0.0) -> list[float]:
+        """Wait for all ranks; give everyone's number."""
+        numbers = torch.zeros(self._link.world_size, dtype=torch.float64)
+        numbers[self._link.rank] = number
+        self._link.moment = Moment(plan="bench")
+        return [float(n) for n in ALL_GATHERS["direct"].run(self._link, numbers).tolist()]
+
+
+def _followed(trace: Sequence[dict[str, Any]], truth: Network) -> int | None:
+    """After how many steps latency and rate were close to the truth; None if never."""
+    for step, seen in enumerate(trace, start=1):
+        if seen["alpha"] and seen["beta"]:
+            if abs(seen["alpha"] / truth.alpha - 1) <= CLOSE and abs(seen["beta"] / truth.beta - 1) <= CLOSE:
+                return step
+    return None
+
+
+def _line(cell: dict[str, Any]) -> str:
+    return (
+        f"{cell['hosts']} hosts {cell['size']:>9,} {cell['latency']:>5} {cell['rate']:>8}: {cell['chosen']:<44} "
+        f"regret {cell['regret']:6.1%}  off: alpha {cell['alpha_error'] or 0:5.1%}, "
+        f"beta {cell['beta_error'] or 0:5.1%}, prediction {cell['prediction_error'] or 0:5.1%}  followed in {cell['steps_to_follow']} steps"
+    )
+
+
+def _seconds(text: str) -> float:
+    return float(change_from_words({"latency": text}, 1).values["latency"])
+
+
+def _bytes_per_second(text: str) -> float:
+    return float(change_from_words({"rate": text}, 1).values["up"])
+
+
+if __name__ == "__main__":
+    work(**json.loads(sys.argv[1]))

@@ -1,0 +1,327 @@
+"""Adaptive: chooses exchange, collective and ratio, and changes its mind when the network or the gradient changes.
+
+Pure: `decide` sees numbers that all ranks hold with the same bits, and gives the same decision on all of them. A run
+whose views were recorded can be decided again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.control import pareto
+from thinwire.control.computing import compress_seconds
+from thinwire.control.learning import safe_gain, steps_factor
+from thinwire.control.prices import Prices, Way
+from thinwire.control.view import View, way_of
+from thinwire.types import Network, Plan
+
+Floats = NDArray[np.float64]
+
+OBJECTIVES = ("goodput", "seconds", "knee")
+SPARSE = ("topk-allgather", "star-topk")
+PRICED_RATIOS = 13
+
+
+class Candidate(NamedTuple):
+    """One plan as it was judged.
+
+    Attributes:
+        seconds: a whole step, predicted.
+        gain: the share of the gradient's energy that it sends.
+        steps: how many times the steps of dense training it needs.
+    """
+
+    plan: Plan
+    seconds: float
+    gain: float
+    steps: float
+
+    @property
+    def cost(self) -> float:
+        """Seconds for what one dense step would have learned."""
+        return self.seconds * self.steps
+
+
+class _Judged(NamedTuple):
+    """One way at several ratios."""
+
+    way: Way
+    ratios: Floats
+    seconds: Floats
+    gains: Floats
+    steps: Floats
+
+    @property
+    def costs(self) -> Floats:
+        return self.seconds * self.steps
+
+    def at(self, i: int) -> Candidate:
+        exchange, collective, broadcast = self.way
+        plan = Plan(exchange=exchange, collective=collective, broadcast=broadcast, ratio=float(self.ratios[i]))
+        return Candidate(plan, float(self.seconds[i]), float(self.gains[i]), float(self.steps[i]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What was seen, what was considered, what was chosen, and what made it necessary.
+
+    Attributes:
+        step: the first step that runs by it.
+        trigger: what had changed, in words.
+        candidates: every way at its best ratio, and what was chosen, the best first.
+        before: what ran until then.
+    """
+
+    step: int
+    trigger: str
+    plan: Plan
+    before: Plan
+    seconds: float
+    alpha: float
+    beta: float
+    rest: float
+    gain: float
+    gains: dict[str, float]
+    candidates: tuple[Candidate, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "candidates": [c._asdict() | {"plan": asdict(c.plan), "cost": c.cost} for c in self.candidates]
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The plan in force, and what was known when it was chosen."""
+
+    plan: Plan
+    since: int = 0
+    alpha: float | None = None
+    beta: float | None = None
+    gain: float | None = None
+    seconds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Standing:
+        return cls(**{**state, "plan": Plan(**state["plan"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """How to choose.
+
+    Args:
+        objective: "goodput" takes the plan with the least expected time to accuracy: the seconds of a step times how
+            many more steps than dense training it needs (control/learning.py). "seconds" takes the fastest step,
+            whatever it learns, so give it one ratio. "knee" is the rule of Tyagi & Swany: the knee of the front of time
+            against 1/gain (control/pareto.py).
+        ratios: the least and the largest ratio to consider. Dense is always considered.
+        exchanges: the compressing exchanges to consider.
+        warmup: over so many steps the least ratio falls from 1 to the largest of `ratios`, in a line.
+        change: decide again when latency or rate has changed by this share since the last decision.
+        gain_change: the same for the gain.
+        time_change: the same for the predicted time of a step.
+        margin: and change the plan only if the new one is better by this share.
+        patience: leave a plan alone for at least so many steps.
+        least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
+            comes to send less, raise the ratio. None for what was measured to be safe (control/learning.py).
+    """
+
+    objective: str = "goodput"
+    ratios: tuple[float, float] = (0.001, 0.1)
+    exchanges: tuple[str, ...] = SPARSE
+    warmup: int = 0
+    change: float = 0.1
+    gain_change: float = 0.1
+    time_change: float = 0.2
+    margin: float = 0.03
+    patience: int = 5
+    least_gain: float | None = None
+    solver: str = "sweep"
+
+    def __post_init__(self) -> None:
+        low, high = self.ratios
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"ratios must be two numbers with 0 < low <= high <= 1, got {self.ratios}.")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"unknown objective {self.objective!r}. Known are: {', '.join(OBJECTIVES)}.")
+        if self.warmup < 0 or self.patience < 1:
+            raise ValueError(
+                f"warmup cannot be negative and patience is at least 1, got {self.warmup}, {self.patience}."
+            )
+        for name in ("change", "gain_change", "time_change", "margin"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)}.")
+
+    def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
+        """The plan from `step` on if there is a reason to think about it, else None."""
+        trigger = self._trigger(view, standing, step, prices)
+        if trigger is None or view.network is None:
+            return None
+        candidates = sorted(self._candidates(view, view.network, step, prices), key=_by_cost)
+        chosen = self._choose(view, view.network, standing, candidates, prices)
+        if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
+            candidates = sorted([*candidates, chosen], key=_by_cost)
+        return Decision(
+            step=step,
+            trigger=trigger,
+            plan=chosen.plan,
+            before=standing.plan,
+            seconds=chosen.seconds,
+            alpha=view.network.alpha,
+            beta=view.network.beta,
+            rest=view.rest.value if view.rest else 0.0,
+            gain=chosen.gain,
+            gains={f"{ratio:g}": gain for ratio, gain in view.gains.points()},
+            candidates=tuple(candidates),
+        )
+
+    def standing_after(self, decision: Decision, view: View) -> Standing:
+        return Standing(
+            plan=decision.plan,
+            since=decision.step,
+            alpha=view.alpha,
+            beta=view.beta,
+            gain=decision.gain,
+            seconds=decision.seconds,
+        )
+
+    # --- when
+
+    def _trigger(self, view: View, standing: Standing, step: int, prices: Prices) -> str | None:
+        if view.network is None:
+            return None
+        if standing.alpha is None or standing.beta is None or standing.seconds is None:
+            return "the network was measured"
+        if step <= self.warmup:
+            return "warm-up" if step % max(1, self.warmup // 10) == 0 else None
+        if step - standing.since < self.patience or 0 < view.settling < self.patience:
+            return None
+        if _changed(standing.alpha, view.network.alpha, self.change):
+            return f"latency went from {standing.alpha * 1e3:.3g} to {view.network.alpha * 1e3:.3g} ms"
+        if _changed(standing.beta, view.network.beta, self.change):
+            return f"rate went from {8e-6 / standing.beta:.3g} to {8e-6 / view.network.beta:.3g} Mbit/s"
+        now = self.judge(standing.plan, view, view.network, prices)
+        if now.gain < self._least_gain(standing.plan.exchange):
+            return f"gain would fall to {now.gain:.2g}, under the least allowed"
+        if standing.gain is None or _changed(standing.gain, now.gain, self.gain_change):
+            return f"gain went from {standing.gain or math.nan:.2g} to {now.gain:.2g}"
+        if _changed(standing.seconds, now.seconds, self.time_change):
+            return f"a step went from {standing.seconds * 1e3:.3g} to {now.seconds * 1e3:.3g} ms"
+        return None
+
+    # --- what
+
+    def judge(self, plan: Plan, view: View, network: Network, prices: Prices) -> Candidate:
+        """One plan by the present view."""
+        way, ratios = way_of(plan), np.array([plan.ratio])
+        price = np.array([prices.seconds(way, plan.ratio, network)])
+        return self._judged(way, ratios, price, self._learning(way, ratios, view), view, prices).at(0)
+
+    def _candidates(self, view: View, network: Network, step: int, prices: Prices) -> Iterator[Candidate]:
+        """Every way at the ratio at which it is best."""
+        ratios = self._ratios(step)
+        for judged in self._all_judged(ratios, view, network, prices):
+            safe = judged.gains >= self._least_gain(judged.way.exchange)
+            yield judged.at(int(np.where(safe, judged.costs, np.inf).argmin()) if safe.any() else len(safe) - 1)
+
+    def _all_judged(self, ratios: Floats, view: View, network: Network, prices: Prices) -> Iterator[_Judged]:
+        """The ways that may be chosen, at all ratios; dense at its own.
+
+        Prices are nearly straight lines between neighbours of a few ratios, so only those are worked out.
+        """
+        few = np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS) if len(ratios) > 1 else ratios
+        learning = {}
+        for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
+            if way.exchange == "dense":
+                whole = np.array([1.0])
+                yield self._judged(way, whole, row[-1:], (whole, whole), view, prices)
+            elif way.exchange in self.exchanges:
+                if way.exchange not in learning:
+                    learning[way.exchange] = self._learning(way, ratios, view)
+                price = np.interp(ratios, few, row)
+                yield self._judged(way, ratios, price, learning[way.exchange], view, prices)
+
+    def _judged(
+        self, way: Way, ratios: Floats, price: Floats, learning: tuple[Floats, Floats], view: View, prices: Prices
+    ) -> _Judged:
+        rest = view.rest.value if view.rest else 0.0
+        computing = compress_seconds(way, ratios, prices.numel, prices.world_size) * view.compress_factor(way.exchange)
+        seconds = rest + np.maximum(price + computing + view.extra_of(way), 0.0)
+        return _Judged(way, ratios, seconds, *learning)
+
+    def _learning(self, way: Way, ratios: Floats, view: View) -> tuple[Floats, Floats]:
+        """The gain at each ratio, and how many times more steps it takes."""
+        if way.exchange == "dense":
+            return np.ones(len(ratios)), np.ones(len(ratios))
+        gains = [view.gains.gain(way.exchange, float(ratio)) for ratio in ratios]
+        steps = [1.0 if self.objective == "seconds" else steps_factor(way.exchange, gain) for gain in gains]
+        return np.array(gains), np.array(steps)
+
+    def _least_gain(self, exchange: str) -> float:
+        return safe_gain(exchange) if self.least_gain is None else self.least_gain
+
+    def _ratios(self, step: int) -> Floats:
+        """All ratios of two digits within bounds, and while warming up none below the line."""
+        low, high = self.ratios
+        if step < self.warmup:
+            low = max(low, 1 - (1 - high) * step / self.warmup)
+            high = max(low, high)
+        return two_digit_ratios(low, high)
+
+    def _choose(
+        self, view: View, network: Network, standing: Standing, candidates: list[Candidate], prices: Prices
+    ) -> Candidate:
+        """The best, unless what runs already is nearly as good."""
+        best = self._knee(view, network, candidates, prices) if self.objective == "knee" else candidates[0]
+        now = self.judge(standing.plan, view, network, prices)
+        if standing.alpha is None or now.gain < self._least_gain(standing.plan.exchange):
+            return best
+        if self.objective == "knee":
+            near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio
+            return now if near and way_of(now.plan) == way_of(best.plan) else best
+        return now if now.cost * (1 - self.margin) <= best.cost else best
+
+    def _knee(self, view: View, network: Network, candidates: list[Candidate], prices: Prices) -> Candidate:
+        """The paper's choice of the ratio; then the fastest way at it, or dense if that is faster still."""
+        ratios = two_digit_ratios(*self.ratios)
+        judged = [j for j in self._all_judged(ratios, view, network, prices) if j.way.exchange != "dense"]
+        fastest = [min(judged, key=lambda j: float(j.seconds[i])).at(i) for i in range(len(ratios))]  # noqa: B023
+        seconds = [c.seconds for c in fastest]
+        ratio = pareto.knee(
+            lambda r: float(np.interp(r, ratios, seconds)),
+            lambda r: view.gains.gain("topk-allgather", r),
+            *self.ratios,
+            solver=self.solver,
+        )
+        chosen = fastest[int(np.abs(ratios - ratio).argmin())]
+        dense = min((c for c in candidates if c.plan.exchange == "dense"), key=lambda c: c.seconds)
+        return chosen if chosen.seconds < dense.seconds else dense
+
+
+def two_digit_ratios(low: float, high: float) -> Floats:
+    """The numbers of two digits from `low` to `high`, and these two: fine enough to call the ratio continuous.
+
+    >>> two_digit_ratios(0.0097, 0.011).tolist()
+    [0.0097, 0.0098, 0.0099, 0.01, 0.011]
+    """
+    decades = range(math.floor(math.log10(low)), 1)
+    between = (float(f"{digits}e{decade - 1}") for decade in decades for digits in range(10, 100))
+    return np.array(sorted({low, high} | {ratio for ratio in between if low < ratio < high}))
+
+
+def _by_cost(candidate: Candidate) -> tuple[float, str]:
+    return candidate.cost, str(candidate.plan)
+
+
+def _changed(then: float, now: float, share: float) -> bool:
+    return abs(now - then) > share * abs(then)

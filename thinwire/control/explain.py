@@ -1,0 +1,52 @@
+"""A decision in words: what was seen, what was considered, what was chosen and why."""
+
+from __future__ import annotations
+
+from thinwire.control.adaptive import Candidate, Decision
+from thinwire.control.view import View
+from thinwire.types import Plan, StepRecord
+
+SHOWN = 8  # candidates
+
+
+def explain(decision: Decision | None, view: View, plan: Plan, last: StepRecord | None) -> str:
+    """The last decision as a short table, and how it has turned out since."""
+    if decision is None:
+        return f"{plan}, fixed.\n{_network(view.alpha, view.beta)}"
+    what = str(plan) if decision.plan != decision.before else f"still {plan}"
+    lines = [
+        f"From step {decision.step} on: {what}, because {decision.trigger}.",
+        _network(decision.alpha, decision.beta) + f", {_ms(decision.rest)} of a step outside the exchange.",
+        "",
+        f"  {'plan':<54} {'step':>9} {'gain':>6} {'steps':>6} {'cost':>9}",
+        *(_row(candidate, decision.plan) for candidate in decision.candidates[:SHOWN]),
+    ]
+    if len(decision.candidates) > SHOWN:
+        lines.append(f"  and {len(decision.candidates) - SHOWN} more that cost more")
+    lines += ["", "step: predicted; steps: times those of dense training; cost: their product."]
+    if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
+        lines.append(
+            f"Measured since: {_ms(last.step_seconds)} in step {last.step}, predicted {_ms(decision.seconds)}."
+        )
+    return "\n".join(lines)
+
+
+def _row(candidate: Candidate, chosen: Plan) -> str:
+    mark = "*" if candidate.plan == chosen else " "
+    seconds, cost = _ms(candidate.seconds), _ms(candidate.cost)
+    return f"{mark} {candidate.plan!s:<54} {seconds:>9} {candidate.gain:>6.3f} {candidate.steps:>6.2f} {cost:>9}"
+
+
+def _network(alpha: float | None, beta: float | None) -> str:
+    if alpha is None or beta is None:
+        return "The network has not been measured"
+    return f"The network: {_ms(alpha)} one way, {_mbit(beta)} per host"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"
+
+
+def _mbit(beta: float) -> str:
+    mbit = 8e-6 / beta
+    return f"{mbit:.3g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:.3g} Gbit/s"

@@ -1,0 +1,45 @@
+"""Decide again what was decided: a run's records through the same controller, or through another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.prices import Prices
+from thinwire.control.view import Seen, View
+
+
+def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = None) -> list[Decision]:
+    """The decisions that a run's records lead to.
+
+    Args:
+        records: as `thinwire.records.read` gives them.
+        controller: None for the one that was in charge. Another one sees what came of the plans that ran then, so it
+            is told what it would have said at each moment, not what would have become of it.
+    """
+    decisions: list[Decision] = []
+    prices: Prices | None = None
+    standing: Standing | None = None
+    view = View()
+    for record in records:
+        if record["kind"] == "run":
+            prices = Prices.from_json(record["prices"])
+            controller = controller or _recorded(record["controller"])
+        elif record["kind"] == "heard" and prices is not None:
+            seen = Seen.from_json(record)
+            standing = replace(standing, plan=seen.plan) if standing else Standing(plan=seen.plan)
+            view = view.after(seen, prices)
+        elif record["kind"] == "asked" and prices is not None and standing is not None and controller is not None:
+            decision = controller.decide(view, standing, record["step"], prices)
+            if decision is not None:
+                decisions.append(decision)
+                standing = controller.standing_after(decision, view)
+    return decisions
+
+
+def _recorded(settings: Mapping[str, Any] | None) -> Adaptive:
+    if settings is None:
+        raise ValueError("this run had a fixed plan: say which controller is to be asked.")
+    return Adaptive(**{**settings, "ratios": tuple(settings["ratios"]), "exchanges": tuple(settings["exchanges"])})

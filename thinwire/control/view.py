@@ -1,0 +1,229 @@
+"""View: what all ranks hold to be true of the network, the machine and the gradient.
+
+It is made of sums that came to every rank with the same bits, so it has the same bits on every rank, and whatever is
+decided from it alone is decided alike everywhere.
+
+A step's time is taken apart as
+    step = rest + price(way, ratio; alpha, beta) + compress(way, ratio) + extra(way)
+with `rest` the user's own work, `price` the schedule played on the wire, `compress` a model of our own work times a
+measured factor, and `extra` what an exchange was measured to take beyond that: waiting for slower ranks, what a message
+costs in software, what TCP makes of a wire. What all ways have in common is in the extra of any of them, so a way that
+has not run yet is given the least that was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
+from thinwire.control.computing import compress_seconds
+from thinwire.control.gain import CANDIDATES, GainCurve
+from thinwire.control.prices import Prices, Way
+from thinwire.types import Network, Plan, Told
+
+NEWEST = 0.2  # the weight of the newest of many samples in a running value
+MOVING = 0.05  # a number that changes by more than this share in a step has not settled
+NOTICEABLE = 0.15  # of its price: an exchange that takes so much less than it did was not just lucky
+JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
+
+
+def way_of(plan: Plan) -> Way:
+    return Way(plan.exchange, plan.collective, plan.broadcast)
+
+
+def ratio_of_turn(turn: int) -> float:
+    """One ratio is told of at a time, so that telling costs one number."""
+    return CANDIDATES[turn % len(CANDIDATES)]
+
+
+class Seen(NamedTuple):
+    """What came of one step, the same on every rank.
+
+    Attributes:
+        step: which.
+        turn: how often something was told before, which says what `told.kept` speaks of.
+        plan: what ran.
+        before: what ran in the step before, which is what the times in `told` speak of; None if there are none.
+        told: sums over all ranks.
+    """
+
+    step: int
+    turn: int
+    plan: Plan
+    before: Plan | None
+    told: Told
+
+    def to_json(self) -> dict[str, Any]:
+        before = None if self.before is None else asdict(self.before)
+        return self._asdict() | {"plan": asdict(self.plan), "before": before, "told": list(self.told)}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Seen:
+        before = None if state["before"] is None else Plan(**state["before"])
+        return cls(state["step"], state["turn"], Plan(**state["plan"]), before, Told(*state["told"]))
+
+
+@dataclass(frozen=True)
+class Running:
+    """A mean that forgets, and that no single sample can throw off."""
+
+    value: float
+    samples: int = 1
+
+    def after(self, sample: float) -> Running:
+        weight = max(NEWEST, 1 / (self.samples + 1))
+        change = sample - self.value
+        if self.samples >= 3:
+            room = JUMP * abs(self.value) + 1e-4
+            change = min(room, max(-room, change))
+        return Running(rounded(self.value + weight * change), self.samples + 1)
+
+
+def _after(running: Running | None, sample: float) -> Running | None:
+    if not math.isfinite(sample):
+        return running
+    return Running(rounded(sample)) if running is None else running.after(sample)
+
+
+def _has_moved(before: float | None, after: float | None) -> bool:
+    return before is not None and after is not None and abs(after - before) > MOVING * before
+
+
+def _faster(network: Network, price: float, change: float, way: Way, ratio: float, prices: Prices) -> float:
+    """The time per byte at which an exchange takes so much less than it did. At most halved at once.
+
+    Where too little is sent to see a rate, this alone tells that the network has become faster. If it was something
+    else that had become faster, more will be sent than pays, and then the rate is seen.
+    """
+    moving = price - prices.seconds(way, ratio, replace(network, beta=BETAS[0]))
+    return rounded(network.beta * max(0.5, 1 + change / moving)) if moving > 0 else network.beta
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """See the module. All times in seconds; None where nothing is known yet.
+
+    Attributes:
+        settling: for how many steps latency or rate have been on the move.
+        rest: a step without its exchange.
+        extra: by way, what an exchange takes beyond its price and its computing.
+        compress: by exchange, measured over modelled seconds of computing.
+        gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
+        energy: of the error-fed gradient, over all ranks.
+        gain: energy sent over energy there, lately.
+    """
+
+    alpha: float | None = None
+    beta: float | None = None
+    settling: int = 0
+    rest: Running | None = None
+    extra: Mapping[str, Running] = field(default_factory=dict)
+    compress: Mapping[str, Running] = field(default_factory=dict)
+    gains: GainCurve = field(default_factory=GainCurve)
+    energy: Running | None = None
+    gain: Running | None = None
+
+    @property
+    def network(self) -> Network | None:
+        if self.alpha is None or self.beta is None:
+            return None
+        return Network(alpha=self.alpha, beta=self.beta)
+
+    def after(self, seen: Seen, prices: Prices) -> View:
+        """The view one step later."""
+        told, N = seen.told, prices.world_size
+        if told.not_finite > 0 or not all(map(math.isfinite, told)):
+            return self
+        alpha = moved(self.alpha, told.alpha_off, told.alpha_known, START.alpha, ALPHAS)
+        beta = moved(self.beta, told.beta_off, told.beta_known, START.beta, BETAS)
+        moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
+        view = replace(self, alpha=alpha, beta=beta, settling=self.settling + 1 if moving else 0)
+        if told.energy > 0:
+            view = view._with_gain(seen)
+        if seen.before is not None and told.step_seconds >= told.exchange_seconds > 0:
+            times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
+            view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
+        return view
+
+    def _with_gain(self, seen: Seen) -> View:
+        told, gains = seen.told, self.gains
+        gain = min(1.0, told.energy_sent / told.energy)
+        if told.kept > 0:
+            gains = gains.with_kept(ratio_of_turn(seen.turn), min(1.0, told.kept / told.energy))
+        if seen.plan.exchange != "dense":
+            gains = gains.with_measured(seen.plan.exchange, seen.plan.ratio, gain)
+        return replace(self, gains=gains, gain=_after(self.gain, gain), energy=_after(self.energy, told.energy))
+
+    def _with_times(
+        self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
+    ) -> View:
+        way, network = way_of(plan), self.network
+        factors, extras, beta = dict(self.compress), dict(self.extra), self.beta
+        modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
+        if modelled > 0 and compress > 0:
+            factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
+        if network is not None:
+            price = prices.seconds(way, plan.ratio, network)
+            beyond, usual = exchange - compress - price, extras.get(str(way))
+            too_fast = usual is not None and usual.samples >= 3 and beyond < usual.value - NOTICEABLE * price
+            if too_fast and not rate_is_new and usual is not None and way.collective != "torch":
+                beta = _faster(network, price, beyond - usual.value, way, plan.ratio, prices)
+            else:
+                extras[str(way)] = _after(usual, beyond)  # type: ignore[assignment]
+        return replace(self, rest=_after(self.rest, step - exchange), compress=factors, extra=extras, beta=beta)
+
+    # --- what follows from it
+
+    def compress_factor(self, exchange: str) -> float:
+        """How much slower than modelled this machine computes, by this exchange or else by those that have run."""
+        if exchange in self.compress:
+            return self.compress[exchange].value
+        known = [running.value for running in self.compress.values()]
+        return sum(known) / len(known) if known else 1.0
+
+    def extra_of(self, way: Way) -> float:
+        """What this way takes beyond price and computing; of one that has not run, the least that was seen."""
+        if str(way) in self.extra:
+            return self.extra[str(way)].value
+        return max(0.0, min((running.value for running in self.extra.values()), default=0.0))
+
+    def to_json(self) -> dict[str, Any]:
+        def plain(running: Running | None) -> list[float] | None:
+            return None if running is None else [running.value, running.samples]
+
+        return {
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "settling": self.settling,
+            "rest": plain(self.rest),
+            "extra": {key: plain(value) for key, value in self.extra.items()},
+            "compress": {key: plain(value) for key, value in self.compress.items()},
+            "gains": self.gains.to_json(),
+            "energy": plain(self.energy),
+            "gain": plain(self.gain),
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> View:
+        def running(pair: list[float] | None) -> Running | None:
+            return None if pair is None else Running(float(pair[0]), int(pair[1]))
+
+        def runnings(pairs: Mapping[str, list[float]]) -> dict[str, Running]:
+            return {key: Running(float(value), int(samples)) for key, (value, samples) in pairs.items()}
+
+        return cls(
+            alpha=state["alpha"],
+            beta=state["beta"],
+            settling=state["settling"],
+            rest=running(state["rest"]),
+            extra=runnings(state["extra"]),
+            compress=runnings(state["compress"]),
+            gains=GainCurve.from_json(state["gains"]),
+            energy=running(state["energy"]),
+            gain=running(state["gain"]),
+        )

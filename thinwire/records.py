@@ -1,0 +1,72 @@
+"""One JSON line per step and per decision: written while training, read by whoever wants to know.
+
+A line is an object with `kind` and `time` (seconds since the file was begun). The first is of kind "run" and says what
+is needed to run it again. Numbers that are not finite are written as null, so that any JSON reader takes every line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+class Records:
+    """A file of records that is being written. Every line is there once `write` has returned."""
+
+    def __init__(self, path: Path | str, **run: Any) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w", buffering=1)
+        self._start = time.monotonic()
+        self.write("run", format=FORMAT, **_surroundings(), **run)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        elapsed = round(time.monotonic() - self._start, 6)
+        self._file.write(json.dumps({"kind": kind, "time": elapsed, **plain(fields)}, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The records of a file in order. A last line that was cut off by the end of its writer is left out."""
+    with Path(path).open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def plain(value: Any) -> Any:
+    """As JSON can say it: keys are strings, tuples are lists, and what is not finite is null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _surroundings() -> dict[str, Any]:
+    return {
+        "wall": time.time(),
+        "command": sys.argv,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("thinwire", "torch")}},
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,275 @@
+"""Pilot: the part of a rank that watches the network and the gradient, and says what runs next.
+
+It reads off what the link has noticed, tells the other ranks along with an exchange, hears the sums of what all told,
+and asks the controller. Every rank's pilot hears the same sums, so all of them change course at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives import ALL_GATHERS
+from thinwire.compress.histogram import Histogram
+from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.agreement import ALPHAS, BETAS, START, off
+from thinwire.control.gain import CANDIDATES
+from thinwire.control.monitor import Monitor
+from thinwire.control.prices import Prices
+from thinwire.control.view import Seen, View
+from thinwire.link.base import Link
+from thinwire.records import Records
+from thinwire.types import Moment, Plan, Told
+
+LOOK_EVERY = 10  # steps between two looks at how the gradient's energy is spread
+LOOKING, MEASURING = 0.002, 0.006  # the share of the time that each may take
+LONGEST_PAUSE = 10.0
+TELL_EVERY, TELL_SECONDS = 5, 0.3  # between two tellings beside exchanges that carry no numbers: at least so much
+SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
+SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
+PINGS = 3
+
+log = logging.getLogger("thinwire")
+
+
+class Thrift:
+    """Lets something happen only as often as its computing takes no more than a share of the time."""
+
+    def __init__(self, share: float, link: Link) -> None:
+        self._share, self._link = share, link
+        self._next = -math.inf
+
+    @property
+    def allows(self) -> bool:
+        return self._link.now() >= self._next
+
+    def __enter__(self) -> None:
+        self._start = self._link.processor_seconds()
+
+    def __exit__(self, *_: object) -> None:
+        cost = self._link.processor_seconds() - self._start
+        self._next = self._link.now() + min(cost / self._share, LONGEST_PAUSE)
+
+
+class Pilot:
+    """See the module.
+
+    Args:
+        controller: what decides; None for a plan that is fixed, which is then only watched.
+        plan: what runs first.
+        records: where everything that is heard and decided is written, so that it can be decided again.
+
+    Attributes:
+        plan: what runs at the next step.
+        view: what all ranks agree on.
+        decision: the last one, None before the first.
+    """
+
+    def __init__(
+        self, link: Link, prices: Prices, controller: Adaptive | None, plan: Plan, records: Records | None = None
+    ) -> None:
+        self.link, self.prices, self.controller, self.records = link, prices, controller, records
+        self.monitor = Monitor(link.world_size, link.rank, link.now)
+        self.view = View()
+        self.standing = Standing(plan=plan)
+        self.decision: Decision | None = None
+        self._histogram: Histogram | None = None  # of the gradient of this step, as far as it was looked at
+        self._energy, self._kept = 0.0, list[float]()  # of the last one that was, and the share of it at each ratio
+        self._turn = 0
+        self._times = (0.0, 0.0, 0.0)  # of the last step: whole, its exchange, our computing in it
+        self._before: Plan | None = None  # what these times are of
+        self._looking, self._measuring = Thrift(LOOKING, link), Thrift(MEASURING, link)
+        self._looked_at = -1
+        self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
+        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._last_end = math.nan
+
+    @property
+    def plan(self) -> Plan:
+        return self.standing.plan
+
+    # --- one step
+
+    def look(self, step: int, x: torch.Tensor) -> None:
+        """Now and then, see how the energy of a gradient, or of the next part of one, is spread over its entries."""
+        if self.controller is None or step % LOOK_EVERY:
+            return
+        if step != self._looked_at and not self._looking.allows:
+            return
+        with self._looking:
+            part = Histogram.of(x)
+        self._histogram = part if self._histogram is None else self._histogram + part
+        self._looked_at = step
+
+    def tell(self, step: int, told: Told) -> Told:
+        """Add to what is told of the gradient what this rank knows of the network and of the last step."""
+        self._turn += 1
+        self._digest_histogram()
+        kept = self._kept[self._turn % len(CANDIDATES)] if self._kept else 0.0
+        alpha, beta = self.monitor.alpha(), self.monitor.beta()
+        alpha_off, alpha_known = off(alpha.value, self.view.alpha, START.alpha, ALPHAS)
+        # An old rate is no rate: with little to send it may be long since anything was learned about it.
+        rate_is_new = beta.age == 0 or self.view.beta is None
+        beta_off, beta_known = off(beta.value if rate_is_new else None, self.view.beta, START.beta, BETAS)
+        self._asked = Seen(step, self._turn, self.plan, self._before, told)
+        return told._replace(
+            alpha_off=alpha_off,
+            alpha_known=alpha_known,
+            beta_off=beta_off,
+            beta_known=beta_known,
+            kept=kept * told.energy,
+            step_seconds=self._times[0],
+            exchange_seconds=self._times[1],
+            compress_seconds=self._times[2],
+        )
+
+    def _digest_histogram(self) -> None:
+        histogram, self._histogram = self._histogram, None
+        if histogram is not None and 0 < histogram.energy < math.inf:
+            self._energy = histogram.energy
+            self._kept = (histogram.energy_at(CANDIDATES) / histogram.energy).tolist()
+
+    def hear(self, told: Told, step: int) -> None:
+        """Take in the sums of what all ranks told last, and decide for `step`. A decision may keep the plan."""
+        self._take_in(self._asked._replace(told=told))
+        self._decide(step)
+
+    def _take_in(self, seen: Seen) -> None:
+        self.view = self.view.after(seen, self.prices)
+        if self.records is not None:
+            self.records.write("heard", **seen.to_json())
+
+    def tell_by_torch(self, step: int) -> None:
+        """Beside an exchange that carries no numbers: now and then, and without waiting for it."""
+        rest = self.view.rest.value if self.view.rest else math.inf
+        if self.controller is None or step % max(TELL_EVERY, math.ceil(TELL_SECONDS / max(rest, 1e-3))):
+            return
+        self._digest_histogram()
+        told = self.tell(step, Told(energy=self._energy, energy_sent=self._energy))
+        numbers = torch.tensor(told, dtype=torch.float32)
+        self._pending = numbers, dist.all_reduce(numbers, group=self.link.group, async_op=True)
+
+    def heard_by_torch(self) -> Told | None:
+        """What all ranks told beside the last step, if they did."""
+        numbers = self._arrived_numbers()
+        self._pending = None
+        return None if numbers is None else Told(*numbers)
+
+    def _arrived_numbers(self) -> list[float] | None:
+        if self._pending is None:
+            return None
+        numbers, work = self._pending
+        if work is not None:
+            work.wait()
+        self._pending = numbers, None
+        return [float(number) for number in numbers.tolist()]
+
+    def note_step(self, exchange: float, compress: float, sent_bytes: int) -> float:
+        """A step of this rank is over: remember how long it took, and use the quiet after it to measure.
+
+        Args:
+            exchange: seconds that the step had to wait for it, computing included.
+            compress: the computing in them.
+
+        Returns:
+            the seconds of the whole step, NaN for the first.
+        """
+        now = self.link.now()
+        whole = now - self._last_end
+        known = not math.isnan(whole)  # on all ranks alike: not after the first step
+        self._times = (whole, exchange, compress) if known else (0.0, 0.0, 0.0)
+        self._before = self.plan if known else None
+        self._last_end = now
+        self.measure(sent_bytes)
+        return whole
+
+    def measure(self, sent_bytes: int) -> None:
+        """Note what the link has noticed."""
+        if self._measuring.allows:
+            with self._measuring:
+                self.monitor.note(self.link.read_out(), sent_bytes)
+                self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
+
+    def _decide(self, step: int) -> None:
+        if self.controller is None:
+            return
+        if self.records is not None:
+            self.records.write("asked", step=step)
+        decision = self.controller.decide(self.view, self.standing, step, self.prices)
+        if decision is None:
+            return
+        self.decision = decision
+        self.standing = self.controller.standing_after(decision, self.view)
+        if self.records is not None:
+            self.records.write("decision", **decision.to_json())
+        if decision.plan != decision.before and self.link.rank == 0:
+            log.info("step %d: %s instead of %s, because %s", step, decision.plan, decision.before, decision.trigger)
+
+    # --- the first look, before any gradient
+
+    def survey(self) -> None:
+        """Measure an idle network with messages of growing size, agree on what was found, and choose a first plan."""
+        if self.controller is None or self.link.world_size == 1:
+            return
+        self.link.moment = Moment(plan="survey", collective="survey")
+        for _ in range(PINGS):
+            self.link.probe([peer for peer in range(self.link.world_size) if peer != self.link.rank])
+            self._agree_on_survey(0)
+        for nbytes in SURVEY_BYTES:
+            if self._agree_on_survey(nbytes) >= SURVEY_SECONDS:
+                break
+        self._decide(0)
+
+    def _agree_on_survey(self, nbytes: int) -> float:
+        """Everyone sends so many bytes to the next rank; then all tell what they know. Gives the median time."""
+        link = self.link
+        start = link.now()
+        if nbytes:
+            ahead, behind = (link.rank + 1) % link.world_size, (link.rank - 1) % link.world_size
+            receive = link.post(torch.empty(nbytes, dtype=torch.uint8), behind)
+            send = link.send(torch.zeros(nbytes, dtype=torch.uint8), ahead)
+            receive.wait()
+            send.wait()
+        seconds = link.now() - start
+        self.monitor.note(link.read_out(), link.sent_bytes)
+        told = self.tell(0, Told(step_seconds=seconds))
+        everyones = torch.zeros(link.world_size, len(told), dtype=torch.float64)
+        everyones[link.rank] = torch.tensor(told._replace(step_seconds=seconds), dtype=torch.float64)
+        ALL_GATHERS["direct"].run(link, everyones.view(-1))
+        sums = Told(*(sum(column) for column in zip(*everyones.tolist(), strict=True)))
+        self._take_in(Seen(-1, 0, self.plan, None, sums))
+        return float(everyones[:, Told._fields.index("step_seconds")].median())
+
+    # --- for later
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "view": self.view.to_json(),
+            "standing": self.standing.to_json(),
+            "times": list(self._times),
+            "before": None if self._before is None else asdict(self._before),
+            "turn": self._turn,
+            "asked": self._asked.to_json(),
+            "pending": self._arrived_numbers(),
+            "energy": self._energy,
+            "kept": self._kept,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. What the link notices from now on is new: the network may be another."""
+        view, standing = View.from_json(state["view"]), Standing.from_json(state["standing"])
+        self._asked = Seen.from_json(state["asked"])
+        self._times, self._turn = tuple(state["times"]), state["turn"]
+        self._before = None if state["before"] is None else Plan(**state["before"])
+        self._pending = None if state["pending"] is None else (torch.tensor(state["pending"]), None)
+        self._histogram, self._energy, self._kept = None, state["energy"], list(state["kept"])
+        self._last_end = math.nan
+        self.view = view
+        if self.controller is not None:
+            self.standing = standing
