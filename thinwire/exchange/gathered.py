@@ -12,7 +12,6 @@ from thinwire.link.base import Link
 from thinwire.types import Exchanged, Sparse, Told
 
 
-
 class Gathered(Exchange):
     """mean = 1/N sum_r C(x_r), with each C(x_r) sent whole, as [numbers | indices | values].
 
