@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,10 @@ from thinwire.records import Records
 from thinwire.types import Moment, Plan, Told
 
 LOOK_EVERY = 10  # steps between two looks at how the gradient's energy is spread
-LOOKING, MEASURING = 0.002, 0.006  # the share of the time that each may take
+LOOKING, MEASURING = 0.001, 0.006  # the share of the time that each may take
 LONGEST_PAUSE = 10.0
-TELL_EVERY, TELL_SECONDS = 5, 0.3  # between two tellings beside exchanges that carry no numbers: at least so much
+LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
+TELL_EVERY, TELL_SECONDS = 5, 1.0  # between two tellings beside exchanges that carry no numbers: at least so much
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
 SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
@@ -57,6 +58,38 @@ class Thrift:
         self._next = self._link.now() + min(cost / self._share, LONGEST_PAUSE)
 
 
+class Course(NamedTuple):
+    """A pilot's state, read and found whole."""
+
+    view: View
+    standing: Standing
+    times: tuple[float, float, float]
+    before: Plan | None
+    turn: int
+    asked: Seen
+    pending: Told | None
+    energy: float
+    kept: list[float]
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Course:
+        try:
+            whole, exchange, compress = map(float, state["times"])
+            return cls(
+                view=View.from_json(state["view"]),
+                standing=Standing.from_json(state["standing"]),
+                times=(whole, exchange, compress),
+                before=None if state["before"] is None else Plan(**state["before"]),
+                turn=int(state["turn"]),
+                asked=Seen.from_json(state["asked"]),
+                pending=None if state["pending"] is None else Told(*map(float, state["pending"])),
+                energy=float(state["energy"]),
+                kept=[float(share) for share in state["kept"]],
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this state does not say what all ranks had agreed on: {error!r}.") from error
+
+
 class Pilot:
     """See the module.
 
@@ -68,7 +101,7 @@ class Pilot:
     Attributes:
         plan: what runs at the next step.
         view: what all ranks agree on.
-        decision: the last one, None before the first.
+        decision: the last one, None before the first of this run.
     """
 
     def __init__(
@@ -103,7 +136,8 @@ class Pilot:
         if step != self._looked_at and not self._looking.allows:
             return
         with self._looking:
-            part = Histogram.of(x)
+            # An odd number apart, so that rows of a power of two do not always show the same columns.
+            part = Histogram.of(x[:: self.prices.numel // LOOKED_AT | 1].contiguous())
         self._histogram = part if self._histogram is None else self._histogram + part
         self._looked_at = step
 
@@ -147,13 +181,25 @@ class Pilot:
 
     def tell_by_torch(self, step: int) -> None:
         """Beside an exchange that carries no numbers: now and then, and without waiting for it."""
-        rest = self.view.rest.value if self.view.rest else math.inf
-        if self.controller is None or step % max(TELL_EVERY, math.ceil(TELL_SECONDS / max(rest, 1e-3))):
+        if not self._tells_by_torch(step):
             return
+        self.monitor.note(self.link.read_out(), self.link.sent_bytes)
         self._digest_histogram()
         told = self.tell(step, Told(energy=self._energy, energy_sent=self._energy))
         numbers = torch.tensor(told, dtype=torch.float32)
         self._pending = numbers, dist.all_reduce(numbers, group=self.link.group, async_op=True)
+
+    def ask_before_telling(self, step: int) -> None:
+        """In the quiet before `step`, have measured what will be told beside it: torch's messages would be in the way.
+
+        While torch's connections are in use nothing else wakes ours.
+        """
+        if self._tells_by_torch(step):
+            self.link.probe(self.monitor.probes_due())
+
+    def _tells_by_torch(self, step: int) -> bool:
+        rest = self.view.rest.value if self.view.rest else math.inf
+        return self.controller is not None and step % max(TELL_EVERY, math.ceil(TELL_SECONDS / max(rest, 1e-3))) == 0
 
     def heard_by_torch(self) -> Told | None:
         """What all ranks told beside the last step, if they did."""
@@ -170,8 +216,8 @@ class Pilot:
         self._pending = numbers, None
         return [float(number) for number in numbers.tolist()]
 
-    def note_step(self, exchange: float, compress: float, sent_bytes: int) -> float:
-        """A step of this rank is over: remember how long it took, and use the quiet after it to measure.
+    def note_step(self, exchange: float, compress: float) -> float:
+        """A step of this rank is over: remember how long it took.
 
         Args:
             exchange: seconds that the step had to wait for it, computing included.
@@ -186,14 +232,13 @@ class Pilot:
         self._times = (whole, exchange, compress) if known else (0.0, 0.0, 0.0)
         self._before = self.plan if known else None
         self._last_end = now
-        self.measure(sent_bytes)
         return whole
 
-    def measure(self, sent_bytes: int) -> None:
-        """Note what the link has noticed."""
+    def measure(self) -> None:
+        """Note what the link has noticed, and use the quiet after an exchange to ask for more."""
         if self._measuring.allows:
             with self._measuring:
-                self.monitor.note(self.link.read_out(), sent_bytes)
+                self.monitor.note(self.link.read_out(), self.link.sent_bytes)
                 self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
 
     def _decide(self, step: int) -> None:
@@ -238,7 +283,7 @@ class Pilot:
             send.wait()
         seconds = link.now() - start
         self.monitor.note(link.read_out(), link.sent_bytes)
-        told = self.tell(0, Told(step_seconds=seconds))
+        told = self.tell(0, Told())
         everyones = torch.zeros(link.world_size, len(told), dtype=torch.float64)
         everyones[link.rank] = torch.tensor(told._replace(step_seconds=seconds), dtype=torch.float64)
         ALL_GATHERS["direct"].run(link, everyones.view(-1))
@@ -261,15 +306,14 @@ class Pilot:
             "kept": self._kept,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def resume(self, course: Course) -> None:
         """Go on from a state. What the link notices from now on is new: the network may be another."""
-        view, standing = View.from_json(state["view"]), Standing.from_json(state["standing"])
-        self._asked = Seen.from_json(state["asked"])
-        self._times, self._turn = tuple(state["times"]), state["turn"]
-        self._before = None if state["before"] is None else Plan(**state["before"])
-        self._pending = None if state["pending"] is None else (torch.tensor(state["pending"]), None)
-        self._histogram, self._energy, self._kept = None, state["energy"], list(state["kept"])
+        self._asked, self._before, self._times, self._turn = course.asked, course.before, course.times, course.turn
+        self._pending = None if course.pending is None else (torch.tensor(course.pending), None)
+        self._histogram, self._energy, self._kept = None, course.energy, course.kept
         self._last_end = math.nan
-        self.view = view
+        self.view, self.decision = course.view, None
         if self.controller is not None:
-            self.standing = standing
+            self.standing = course.standing
+        if self.records is not None:
+            self.records.write("resumed", view=self.view.to_json(), standing=self.standing.to_json())
