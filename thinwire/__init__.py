@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire.control.adaptive import Adaptive
     from thinwire.train.checkpoint import Checkpoint
     from thinwire.train.ddp import attach
+    from thinwire.train.gossip import Gossip
     from thinwire.train.sync import Synchronizer
     from thinwire.types import Network, Plan, StepRecord
 
@@ -25,6 +26,7 @@ __all__ = [
     "Adaptive",
     "Checkpoint",
     "CheckpointError",
+    "Gossip",
     "LinkError",
     "LinkTimeout",
     "Network",
@@ -44,6 +46,7 @@ __all__ = [
 _HOMES = {
     "Adaptive": "thinwire.control.adaptive",
     "Checkpoint": "thinwire.train.checkpoint",
+    "Gossip": "thinwire.train.gossip",
     "Network": "thinwire.types",
     "Plan": "thinwire.types",
     "StepRecord": "thinwire.types",

@@ -6,7 +6,8 @@ import torch
 import torch._dynamo  # DDP imports it when it is built, which takes a second
 
 import tests.process.models  # noqa: F401
-import thinwire  # noqa: F401
+import thinwire.train.ddp
+import thinwire.train.gossip  # noqa: F401
 from thinwire.compress.base import Compensated, Shortlist, add_entries, compensate
 from thinwire.compress.coding import Bitmap, Coding, EliasFano
 from thinwire.compress.topk import ThresholdTopK, TopK

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import thinwire
-from thinwire.cli import bench, lab, plan
+from thinwire.cli import bench, lab, plan, topology
 from thinwire.cli.options import Ratio
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(plan.plan)
+app.command()(topology.topology)
 
 
 def _version(wanted: bool) -> None:

@@ -76,6 +76,7 @@ class Link(ABC):
     """
 
     header_bytes = 0
+    lossy = False  # a message may be lost, come twice, or out of order; none of ours is
     group: dist.ProcessGroup | None = None
 
     def __init__(self, rank: int, world_size: int, timeout: float) -> None:

@@ -1,0 +1,153 @@
+"""CHOCO-SGD: any compressor, three vectors per node (Koloskova et al. 2020), and AdaGossip's step for it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from thinwire.compress.quantize import Compressor, Draw
+from thinwire.gossip.base import Method
+from thinwire.gossip.topology import Topology
+from thinwire.link.base import Link
+
+GAMMAS = (1.0, 0.8, 0.6, 0.45, 0.34, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001)
+
+
+class Choco(Method):
+    """Every node mixes public copies x^ of the models, which follow the models as fast as the compressor lets them:
+
+        q_i  = Q(x_i - x^_i),    x^_j <- x^_j + q_j,
+        x_i <- x_i + u + gamma sum_j w_ij (x^_j - x^_i).
+
+    Instead of all x^_j a node keeps their weighted sum s = sum_j w_ij x^_j, own included, so that the last term is
+    gamma (s - x^_i). The mean of the models changes by the mean of u only, whatever Q does.
+
+    Q has to be a contraction, so an unbiased compressor is shrunk (`Compressor.contraction`).
+
+    Args:
+        gamma: the consensus step size, in (0, 1], or "auto" for `tune`.
+    """
+
+    name = "choco"
+    needs_fixed_graph = True
+    says_early = True
+    chained = True
+
+    def __init__(
+        self,
+        link: Link,
+        topology: Topology,
+        compressor: Compressor,
+        x: torch.Tensor,
+        seed: int = 0,
+        gamma: float | str = "auto",
+    ) -> None:
+        super().__init__(link, topology, compressor, x, seed)
+        self.gamma = self._step_size(gamma)
+        self.x_hat = torch.zeros_like(self.x)
+        self.s = torch.zeros_like(self.x)
+
+    @classmethod
+    def prepared(cls, compressor: Compressor) -> Compressor:
+        return compressor.contraction()
+
+    def _step_size(self, gamma: float | str) -> float:
+        if gamma == "auto":
+            return tune(self.topology, self.compressor)
+        if isinstance(gamma, str) or not 0 < gamma <= 1:
+            raise ValueError(f"gamma must be in (0, 1] or 'auto', got {gamma!r}.")
+        return float(gamma)
+
+    def _mix(self, x: torch.Tensor) -> None:
+        here = self.link.rank
+        q, codes = self._say_early()
+        self.x_hat += q
+        self.s.add_(q, alpha=self.weight(here))
+        for j in codes:
+            self.s.add_(self._read(codes, j), alpha=self.weight(j))
+        self._approach(x, torch.sub(self.s, self.x_hat, out=self._work))
+
+    def _outgoing(self) -> torch.Tensor:
+        return torch.sub(self.x, self.x_hat, out=self._work)
+
+    def distance(self) -> float:
+        """||sum_j w_ij (x^_j - x^_i)|| / ||x_i||: small while gamma is right, growing when it is too large."""
+        gap = torch.sub(self.s, self.x_hat, out=self._work)
+        size = float(torch.linalg.vector_norm(self.x))
+        return float(torch.linalg.vector_norm(gap)) / size if size > 0 else 0.0
+
+    def _approach(self, x: torch.Tensor, gap: torch.Tensor) -> None:
+        """Go towards the neighbours; `gap` is sum_j w_ij (x^_j - x^_i)."""
+        x.add_(gap, alpha=self.gamma)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {**super().tensors(), "x_hat": self.x_hat, "s": self.s}
+
+    def _adopt(self, models: dict[int, torch.Tensor]) -> None:
+        self.x_hat.copy_(self.x)
+        torch.mul(self.x, self.weight(self.link.rank), out=self.s)
+        for j, model in models.items():
+            self.s.add_(model, alpha=self.weight(j))
+
+
+class AdaGossip(Choco):
+    """CHOCO with a step size per parameter, gamma / (sqrt(v) + eps), so that one gamma serves while ratios change.
+
+    v <- beta v + (1 - beta) gap^2 is the second moment of the gossip error (Aketi et al. 2024). Parameters that
+    neighbours disagree on get the smaller steps. Steps that differ between nodes do not keep the mean exactly.
+    """
+
+    name = "adagossip"
+
+    def __init__(
+        self,
+        link: Link,
+        topology: Topology,
+        compressor: Compressor,
+        x: torch.Tensor,
+        seed: int = 0,
+        gamma: float | str = 0.001,
+        beta: float = 0.999,
+        eps: float = 1e-8,
+    ) -> None:
+        if gamma == "auto":
+            raise ValueError("adagossip's gamma is in units of the model, which no run on Gaussian vectors can tell.")
+        if not (0 <= beta < 1 and eps > 0):
+            raise ValueError(f"beta must be in [0, 1) and eps positive, got {beta=}, {eps=}.")
+        super().__init__(link, topology, compressor, x, seed, gamma)
+        self.beta, self.eps = beta, eps
+        self.v = torch.zeros_like(self.x)
+
+    def _approach(self, x: torch.Tensor, gap: torch.Tensor) -> None:
+        self.v.mul_(self.beta).addcmul_(gap, gap, value=1 - self.beta)
+        x.addcdiv_(gap, self.v.sqrt().add_(self.eps), value=self.gamma)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {**super().tensors(), "v": self.v}
+
+
+@functools.lru_cache
+def tune(topology: Topology, compressor: Compressor, steps: int = 60, numel: int = 2048) -> float:
+    """The gamma that brings Gaussian vectors closest together in so many steps, on this graph with this compressor.
+
+    Koloskova et al. tune gamma in the same way, by 1000 steps. All ranks find the same, without a message.
+    """
+    n = topology.world_size
+    if n == 1:
+        return 1.0
+    start = torch.randn(n, numel, generator=torch.Generator().manual_seed(0))
+    W = torch.from_numpy(topology.weights()).float()
+    left = {gamma: _disagreement(start.clone(), W, compressor, gamma, steps) for gamma in GAMMAS}
+    return min(left, key=lambda gamma: (left[gamma], -gamma))
+
+
+def _disagreement(x: torch.Tensor, W: torch.Tensor, compressor: Compressor, gamma: float, steps: int) -> float:
+    """||X - mean|| after so many steps of consensus from x; infinite once it has grown much."""
+    x_hat, limit = torch.zeros_like(x), 1e3 * float(x.norm())
+    for t in range(steps):
+        x_hat += torch.stack([compressor.apply(row, Draw(0, t, i)) for i, row in enumerate(x - x_hat)])
+        x += gamma * (W @ x_hat - x_hat)
+        if not float(x.norm()) < limit:
+            return float("inf")
+    return float((x - x.mean(0)).norm())
