@@ -41,7 +41,7 @@ SECONDS, KEPT_EVERY, TESTED = 80.0, 2.0, 2500
 TARGETS = (0.80, 0.84, 0.86)
 PLACES = ("/usr/share/datasets/fashion-mnist", "/usr/share/dataset-fashion-mnist", "/usr/share/fashion-mnist")
 
-# The networks, scaled so that this small model meets the paper's ratio of computing to sending, and in the time of a run.
+# Scaled so that this small model meets the paper's ratio of computing to sending, and in the time of a run.
 NETWORKS: dict[str, dict[str, float]] = {
     "c1": {"scale": 50, "speed": 500 / SECONDS},
     "c2": {"scale": 50, "speed": 500 / SECONDS},
@@ -206,7 +206,8 @@ def accuracy(flat: torch.Tensor) -> float:
     nn.utils.vector_to_parameters(flat.clone(), model.parameters())
     images, labels = (part[:TESTED] for part in fashion("t10k"))
     with torch.no_grad():
-        right = [(model(x).argmax(1) == y).sum().item() for x, y in zip(images.split(500), labels.split(500), strict=True)]
+        batches = zip(images.split(500), labels.split(500), strict=True)
+        right = [(model(x).argmax(1) == y).sum().item() for x, y in batches]
     return sum(right) / len(labels)
 
 

@@ -47,7 +47,7 @@ def main(ranks: int, blocks: int, as_json: bool) -> None:
     for name in NETS:
         net = result[name]
         print(
-            f"{name}: {net['adaptive_ms']:.2f} ms against {net['ddp_ms']:.2f} ms of plain DDP, {net['ratio']:.3f} times, "
+            f"{name}: {net['adaptive_ms']:.2f} ms, plain DDP {net['ddp_ms']:.2f} ms, {net['ratio']:.3f} times; "
             f"the controller {net['control_share']:.2%} of the time, {net['control_bytes_share']:.2%} of the bytes; "
             f"{net['plan']}"
         )

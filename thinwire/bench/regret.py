@@ -229,7 +229,8 @@ def _line(cell: dict[str, Any]) -> str:
     return (
         f"{cell['hosts']} hosts {cell['size']:>9,} {cell['latency']:>5} {cell['rate']:>8}: {cell['chosen']:<44} "
         f"regret {cell['regret']:6.1%}  off: alpha {cell['alpha_error'] or 0:5.1%}, "
-        f"beta {cell['beta_error'] or 0:5.1%}, prediction {cell['prediction_error'] or 0:5.1%}  followed in {cell['steps_to_follow']} steps"
+        f"beta {cell['beta_error'] or 0:5.1%}, prediction {cell['prediction_error'] or 0:5.1%}  "
+        f"followed in {cell['steps_to_follow']} steps"
     )
 
 
