@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import thinwire
 from tests.lab.leftovers import left_behind, processes_of
 from tests.lab.networks import lab
 from thinwire.lab import namespaces, registry
+from thinwire.lab.relay import CONTROL
 
 pytestmark = pytest.mark.lab
 
@@ -42,7 +44,7 @@ def start_main() -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(50))
 def test_a_killed_lab_leaves_nothing(seed: int, folder: Path) -> None:
     with start_main() as main:
         time.sleep(random.Random(seed).uniform(0, 0.35))  # not to wait for anything: any moment is a good one to die
@@ -92,4 +94,23 @@ def test_a_block_that_raises_leaves_nothing(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError), lab(2) as two:
         two.start(1, ["sh", "-c", "sleep 600 & wait"])
         _ = 1 / 0
+    assert left_behind(folder) == ([], [])
+
+
+@pytest.mark.parametrize("moment", ["lab.json", CONTROL])
+def test_an_interrupt_while_a_lab_begins_ends_it_at_once(
+    moment: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the relay has read what to do, and after it has made the hosts but not told us."""
+
+    def interrupted(*_: object) -> None:
+        while not list(folder.glob(f"*/{moment}")):
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(socket, "recv_fds", interrupted)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), lab(2):
+        pass
+    assert time.monotonic() - begin < 3  # 5 s is how long the relay waits for a process that is dying
     assert left_behind(folder) == ([], [])

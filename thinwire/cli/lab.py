@@ -142,7 +142,8 @@ def check(
             _clean_first()
             lab = stack.enter_context(_build(max(hosts, 2), network, scale, 1.0, None, pinned, mtu, None, None))
         _introduce(lab)
-        figures = check.measure(lab)
+        with _told():
+            figures = check.measure(lab)
     for line in check.describe(figures):
         typer.echo(line)
     if json:
@@ -235,6 +236,7 @@ def shell(
 ) -> None:
     """Be on a host of a running lab."""
     from thinwire.lab import light
+    from thinwire.lab.errors import LabError
     from thinwire.lab.lab import NAMES
     from thinwire.lab.settings import check_host
 
@@ -242,6 +244,8 @@ def shell(
         check_host(host, entry.hosts)
         relay.sendall(json_module.dumps({"do": "enter", "host": host}).encode() + b"\n")
         _, descriptors, _, _ = socket.recv_fds(relay, 4096, 2)
+        if not descriptors:
+            raise LabError("the relay has gone.")
     network, user = descriptors[0], descriptors[1] if len(descriptors) > 1 else -1
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)

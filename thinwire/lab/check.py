@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from thinwire.lab import light, probe
+from thinwire.lab.errors import LabError
 from thinwire.lab.lab import Lab
 from thinwire.lab.network import Conditions
 
@@ -186,10 +187,12 @@ def measure(lab: Lab) -> dict[str, Any]:
         if change.at == 0:
             conditions.apply(change)
     there, back = conditions.routes[0][1], conditions.routes[1][0]
-    rate = min(conditions.up[0], conditions.down[1])
+    rate = conditions.rate(0, 1)
     ping_bytes = probe.PING_BYTES + PING_HEADERS
-    ideal = there.latency + back.latency + ping_bytes / rate + ping_bytes / min(conditions.up[1], conditions.down[0])
+    ideal = there.latency + back.latency + ping_bytes / rate + ping_bytes / conditions.rate(1, 0)
     trips = round_trips(lab, number=100 if ideal < 0.02 else 40)
+    if not trips:
+        raise LabError("no ping from host 0 to host 1 was answered within 2 s, so there is nothing to measure.")
     carried, share = throughput(lab)
     figures: dict[str, Any] = {
         "hosts": lab.hosts,

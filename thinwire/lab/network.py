@@ -128,6 +128,12 @@ class Conditions:
         routes = self.routes
         return max((routes[host][other].latency + routes[other][host].latency for other in others), default=0.0)
 
+    def rate(self, src: int, dst: int) -> float:
+        """The most bytes per second from one host to another: the slowest of what lies between."""
+        here, there = self.site[src], self.site[dst]
+        lines = () if here == there else (self.line[here], self.line[there])
+        return min(self.up[src], *lines, self.down[dst])
+
     def peak(self) -> float:
         """The most bytes per second that all hosts together can send and take."""
         return min(sum(self.up), sum(self.down))

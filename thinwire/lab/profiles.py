@@ -20,6 +20,7 @@ from thinwire.lab.settings import did_you_mean, read_values
 T = TypeVar("T")
 
 VALUES = set(settings.READERS)
+WALKING = ("latency", "rate", "up", "down", "loss")
 KEYS: dict[str, set[str]] = {
     "": {"about", "epoch", "repeat", "network", "sites", "change", "walk", "trace"},
     "network": VALUES,
@@ -27,10 +28,11 @@ KEYS: dict[str, set[str]] = {
     "sites.inside": VALUES - {"rate", "up", "down", "queue"},
     "sites.between": VALUES - {"up", "down", "queue"},
     "change": VALUES | {"at", "epoch", "hosts", "pairs", "where", "partition", "heal"},
-    "walk": {"seed", "every", "length", "each_host", "jump", "latency", "rate", "up", "down", "loss"},
+    "walk": {"seed", "every", "length", "each_host", "jump", *WALKING},
     "walk.*": {"low", "high", "step"},
     "trace": {"file"},
 }
+TABLES = {"network", "sites", "sites.inside", "sites.between", "walk", "trace", *(f"walk.{key}" for key in WALKING)}
 
 
 def names() -> list[str]:
@@ -89,11 +91,13 @@ class Profile:
         site = self._sites(hosts)
         changes = [*self._first(), *self._site_changes(site), *self._later(hosts, site, epoch)]
         if "trace" in self._data:
-            changes += read_trace(self._path.parent / self._data["trace"]["file"])
+            changes += self._read("trace", lambda: read_trace(self._path.parent / self._data["trace"]["file"]))
         if "walk" in self._data:
             changes += self._read("walk", lambda: Walk.read(self._data["walk"], seed).changes(hosts))
-        repeat = self._read("repeat", lambda: units.seconds(self._data["repeat"])) if "repeat" in self._data else 0.0
+        repeat = self._read("repeat", lambda: _seconds(self._data["repeat"])) if "repeat" in self._data else 0.0
         changes.sort(key=lambda change: change.at)
+        if repeat and changes and changes[-1].at > repeat:
+            raise ValueError(f"{self._at('repeat')}: a change at {changes[-1].at:g} s comes after the repeat.")
         return Schedule(name=self.name, changes=tuple(changes), repeat=repeat, site=tuple(site))
 
     # --- the parts
@@ -105,6 +109,8 @@ class Profile:
     def _sites(self, hosts: int) -> list[int]:
         sites = self._data.get("sites", {})
         if "sizes" in sites:
+            if not isinstance(sites["sizes"], list) or not all(isinstance(n, int) and n > 0 for n in sites["sizes"]):
+                raise ValueError(f"{self._at('sizes')}: sizes must be a list of numbers of hosts, like [2, 6].")
             site = [number for number, size in enumerate(sites["sizes"]) for _ in range(size)]
             if len(site) != hosts:
                 raise ValueError(f"{self._at('sizes')}: the sites have {len(site)} hosts, the lab has {hosts}.")
@@ -124,8 +130,6 @@ class Profile:
 
     def _of_place(self, where: str, site: list[int], values: Mapping[str, Value], at: float) -> Change:
         """A change inside all sites, or between them; there a rate is that of the sites' lines."""
-        if where not in ("inside", "between"):
-            raise ValueError(f"{self._at('where')}: where must be inside or between, got {where!r}.")
         hosts = range(len(site))
         pairs: list[Pair] = [
             (src, dst)
@@ -149,21 +153,26 @@ class Profile:
     ) -> Change:
         place = f"change {number}"
         at = self._read(place, lambda: self._time(words, epoch))
-        who = {key: words.pop(key) for key in ("hosts", "pairs", "where", "partition", "heal") if key in words}
+        who: dict[str, Any] = {
+            key: words.pop(key) for key in ("hosts", "pairs", "where", "partition", "heal") if key in words
+        }
         if len(who) > 1:
             raise ValueError(f"{self._at(place)}: choose one of {', '.join(who)}.")
         values = self._values(words, place)
+        self._check_it_means_something(who, words, place)
         more = {"at": at, "cause": self.name}
         match who:
             case {"hosts": list(chosen)}:
                 return self._read(place, lambda: settings.of_hosts(chosen, hosts, values, **more))
             case {"pairs": list(texts)}:
-                pairs = self._read(place, lambda: [pair for text in texts for pair in settings.read_pairs(text, hosts)])
+                pairs = self._read(
+                    place, lambda: [pair for text in texts for pair in settings.read_pairs(str(text), hosts)]
+                )
                 return self._read(place, lambda: settings.of_pairs(pairs, values, **more))
             case {"where": where}:
                 return self._of_place(where, site, values, at)
             case {"partition": text}:
-                return self._read(place, lambda: settings.partition(text, hosts, **more))
+                return self._read(place, lambda: settings.partition(str(text), hosts, **more))
             case {"heal": True}:
                 return settings.heal(**more)
             case {}:
@@ -171,30 +180,50 @@ class Profile:
                     raise ValueError(f"{self._at(place)}: {next(iter(who))} must be a list, or true for heal.")
         return Change(values=values, at=at, cause=self.name)
 
+    def _check_it_means_something(self, who: Mapping[str, Any], words: Mapping[str, Any], place: str) -> None:
+        """Refuse a change that would silently do less than it says."""
+        alone = "partition" in who or "heal" in who
+        if alone and words:
+            raise ValueError(f"{self._at(place)}: a {next(iter(who))} stands alone: give the rest a change of its own.")
+        if not alone and not words:
+            raise ValueError(f"{self._at(place)}: this change sets nothing.")
+        if "where" in who:
+            if who["where"] not in ("inside", "between"):
+                raise ValueError(f"{self._at(place, 'where')}: where must be inside or between, got {who['where']!r}.")
+            if "sites" not in self._data:
+                raise ValueError(f"{self._at(place, 'where')}: where needs [sites].")
+            self._check_keys(words, f"sites.{who['where']}", place)
+
     def _time(self, words: dict[str, Any], epoch: float | None) -> float:
         if ("at" in words) == ("epoch" in words):
             raise ValueError("a change needs `at` or `epoch`.")
         if "at" in words:
-            return units.seconds(words.pop("at"))
+            return _seconds(words.pop("at"))
         if "epoch" not in self._data:
             raise ValueError("a change at an epoch needs the profile's `epoch`, the time that one lasts.")
-        return float(words.pop("epoch")) * (epoch if epoch is not None else units.seconds(self._data["epoch"]))
+        return float(words.pop("epoch")) * (epoch if epoch is not None else _seconds(self._data["epoch"]))
 
     # --- errors with a line
 
     def _check_keys(self, table: Mapping[str, Any], where: str, place: str) -> None:
-        known = KEYS.get(where) or KEYS[where.split(".")[0] + ".*"]
+        known = KEYS.get(where) or KEYS["walk.*"]
         for key, value in table.items():
             inner = f"{where}.{key}" if where else key
             if key not in known:
                 of = f" of [{where}]" if where else ""
                 raise ValueError(f"{self._at(place, key)}: {key!r} is no key{of}.{did_you_mean(key, known)}")
-            if isinstance(value, dict):
+            if inner == "change":
+                self._check_changes(value)
+            elif isinstance(value, dict) != (inner in TABLES):
+                raise ValueError(f"{self._at(place, key)}: {key} must be {'a' if inner in TABLES else 'no'} table.")
+            elif isinstance(value, dict):
                 self._check_keys(value, inner, inner)
-            elif isinstance(value, list):
-                for number, item in enumerate(value):
-                    if isinstance(item, dict):
-                        self._check_keys(item, inner, f"{inner} {number}")
+
+    def _check_changes(self, changes: object) -> None:
+        if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
+            raise ValueError(f"{self._at('change')}: change must be [[change]], in two brackets.")
+        for number, change in enumerate(changes):
+            self._check_keys(change, "change", f"change {number}")
 
     def _values(self, words: Mapping[str, Any], place: str) -> dict[str, Value]:
         for key in words:
@@ -207,7 +236,9 @@ class Profile:
     def _read(self, place: str, function: Callable[[], T]) -> T:
         try:
             return function()
-        except (ValueError, TypeError, KeyError) as error:
+        except KeyError as error:
+            raise ValueError(f"{self._at(place)}: {error.args[0]} is missing.") from error
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{self._at(place)}: {error}") from error
 
     def _at(self, place: str, key: str = "") -> str:
@@ -222,11 +253,15 @@ class Profile:
         return found[min(number, len(found) - 1)] if found else 1
 
     def _line_of_key(self, key: str, start: int) -> int:
-        pattern = re.compile(rf"(.*[{{,\s.\[]|^)[\"']?{re.escape(key)}[\"']?\s*(=|\])")
+        pattern = re.compile(rf"([^#]*[{{,\s.\[]|^)[\"']?{re.escape(key)}[\"']?\s*(=|\])")
         for line, text in enumerate(self._text.splitlines(), 1):
             if line >= start and pattern.match(text):
                 return line
         return start
+
+
+def _seconds(value: object) -> float:
+    return units.seconds(settings.as_text(value))
 
 
 # --- networks that wander
@@ -239,6 +274,10 @@ class Range:
     low: float
     high: float
     step: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < math.inf or not self.step >= 0:
+            raise ValueError("a walk needs 0 < low < high, both finite, and a step of 0 or more.")
 
     def begin(self, random: random.Random) -> float:
         return math.exp(random.uniform(math.log(self.low), math.log(self.high)))
@@ -270,11 +309,14 @@ class Walk:
             if isinstance(span, dict):
                 low, high = (next(iter(read_values({key: span[end]}).values())) for end in ("low", "high"))
                 ranges[key] = Range(low=float(low), high=float(high), step=float(span["step"]))
+        every, length = _seconds(words["every"]), _seconds(words["length"])
+        if not ranges or not 0 < every <= length:
+            raise ValueError(f"a walk needs one of {', '.join(WALKING)}, and a length of at least one step (`every`).")
         return Walk(
             ranges=ranges,
             seed=seed if seed is not None else int(words.get("seed", 0)),
-            every=units.seconds(words["every"]),
-            length=units.seconds(words["length"]),
+            every=every,
+            length=length,
             each_host=bool(words.get("each_host", False)),
             jump=float(words.get("jump", 0.0)),
         )

@@ -56,15 +56,19 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the lab's process, which then ends us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     owner = socket.socket(fileno=int(arguments[0]))
-    setup = json.loads(_line_of(owner))
+    first, _, more = _line_of(owner).partition(b"\n")
+    if more or not first:
+        return  # the lab was ended, or its process died, before we began
+    setup = json.loads(first)
     folder = Path(setup["folder"])
     hosts: Hosts | None = None
     relay: Relay | None = None
     try:
         hosts = make_hosts(setup["hosts"], setup["mtu"] or MOST_MTU, setup["tun"])
-        relay = Relay(setup, hosts, owner, folder)
+        ready = Relay(setup, hosts, owner, folder)
         _announce(folder, hosts)
-        socket.send_fds(owner, [_line({"start": relay.start})], [fd for fd in (hosts.user, *hosts.networks) if fd >= 0])
+        socket.send_fds(owner, [_line({"start": ready.start})], [fd for fd in (hosts.user, *hosts.networks) if fd >= 0])
+        relay = ready  # from now on somebody may live in a host
         _prefer_us()
         relay.run()
     except LabError as error:
@@ -73,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
         pass  # the lab's process has died
     finally:
         if hosts is not None:
-            if relay is None or not relay.dismissed:
+            if relay is not None and not relay.dismissed:
                 _await_death(setup["main"])
             namespaces.kill_inhabitants({inode for inode, _ in hosts.names})
         shutil.rmtree(folder, ignore_errors=True)

@@ -210,7 +210,12 @@ class _Team:
 
 def how_it_ended(code: int) -> str:
     """
-    >>> how_it_ended(3), how_it_ended(-9)
-    ('ended with exit code 3', 'was ended by SIGKILL')
+    >>> how_it_ended(3), how_it_ended(-9), how_it_ended(-40)
+    ('ended with exit code 3', 'was ended by SIGKILL', 'was ended by signal 40')
     """
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was ended by signal {-code}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from thinwire.lab import units
 from thinwire.lab.network import RATES, Change, Conditions, Value
@@ -35,8 +36,8 @@ class Schedule:
         """Divide all rates, so that a small model on a small machine has a large one's ratio of sums to bytes."""
         if factor == 1:
             return self
-        if not factor > 0:
-            raise ValueError(f"the scale must be above 0, got {factor}.")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"the scale must be a number above 0, got {factor}.")
 
         def divided(values: Mapping[str, Value]) -> dict[str, Value]:
             return {key: float(value) / factor if key in RATES else value for key, value in values.items()}
@@ -49,8 +50,8 @@ class Schedule:
         """Let everything happen `factor` times sooner."""
         if factor == 1:
             return self
-        if not factor > 0:
-            raise ValueError(f"the speed must be above 0, got {factor}.")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"the speed must be a number above 0, got {factor}.")
         faster = replace(self._with(lambda change: replace(change, at=change.at / factor)), repeat=self.repeat / factor)
         return faster.noting(f"time runs {factor:g} times as fast")
 
@@ -97,32 +98,38 @@ def read_trace(path: Path, cause: str = "trace") -> list[Change]:
 
     Cells may also carry their own units (`20ms`, `5mbit`).
     """
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        names = [name.strip() for name in reader.fieldnames or []]
-        unknown = [name for name in names if name not in TRACE_COLUMNS]
-        if "time" not in names or unknown:
-            wrong = f"has no column {unknown[0]!r}" if unknown else "needs a column 'time'"
-            raise ValueError(f"{path}:1: a trace {wrong}. Columns are {', '.join(TRACE_COLUMNS)}.")
-        changes: list[Change] = []
-        for row in reader:
-            try:
-                change = _traced({key.strip(): cell.strip() for key, cell in row.items() if cell}, cause)
-            except (ValueError, AttributeError) as error:
-                raise ValueError(f"{path}:{reader.line_num}: {error}") from error
-            if changes and change.at < changes[-1].at:
-                raise ValueError(
-                    f"{path}:{reader.line_num}: time runs backwards, from {changes[-1].at} to {change.at}."
-                )
-            changes.append(change)
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # as spreadsheets write it
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    names = [name.strip() for name in reader.fieldnames or []]
+    unknown = [name for name in names if name not in TRACE_COLUMNS]
+    if "time" not in names or unknown:
+        wrong = f"has no column {unknown[0]!r}" if unknown else "needs a column 'time'"
+        raise ValueError(f"{path}:1: a trace {wrong}. Columns are {', '.join(TRACE_COLUMNS)}.")
+    changes: list[Change] = []
+    for row in reader:
+        try:
+            change = _traced(row, cause)
+        except ValueError as error:
+            raise ValueError(f"{path}:{reader.line_num}: {error}") from error
+        if changes and change.at < changes[-1].at:
+            raise ValueError(f"{path}:{reader.line_num}: time runs backwards, from {changes[-1].at} to {change.at}.")
+        changes.append(change)
+    if not changes:
+        raise ValueError(f"{path}: a trace needs at least one row below its header.")
     return changes
 
 
 TRACE_COLUMNS = {"time": "s", "rate": "mbit", "up": "mbit", "down": "mbit", "latency": "ms", "jitter": "ms", "loss": ""}
 
 
-def _traced(row: Mapping[str, str], cause: str) -> Change:
-    cells = {key: cell if cell[-1:].isalpha() else cell + TRACE_COLUMNS[key] for key, cell in row.items()}
+def _traced(row: Mapping[str | None, Any], cause: str) -> Change:
+    if None in row:
+        raise ValueError("this row has more cells than the header.")
+    written = {str(key).strip(): cell.strip() for key, cell in row.items() if cell and cell.strip()}
+    cells = {key: cell if cell[-1].isalpha() else cell + TRACE_COLUMNS[key] for key, cell in written.items()}
     if "time" not in cells:
         raise ValueError("this row has no time.")
     return Change(at=units.seconds(cells.pop("time")), values=read_values(cells), cause=cause)

@@ -35,19 +35,19 @@ def _count(value: object) -> float:
 
 
 READERS: dict[str, Callable[[Any], Value]] = {
-    "latency": lambda text: units.seconds(_text(text)),
-    "jitter": lambda text: units.seconds(_text(text)),
+    "latency": lambda text: units.seconds(as_text(text)),
+    "jitter": lambda text: units.seconds(as_text(text)),
     "distribution": _distribution,
     "reorder": _flag,
     "loss": lambda text: units.share(str(text)),
-    "rate": lambda text: units.rate(_text(text)),
-    "up": lambda text: units.rate(_text(text)),
-    "down": lambda text: units.rate(_text(text)),
+    "rate": lambda text: units.rate(as_text(text)),
+    "up": lambda text: units.rate(as_text(text)),
+    "down": lambda text: units.rate(as_text(text)),
     "queue": _count,
 }
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     raise ValueError(f"{value!r} has no unit: write it as text, like 5ms or 100mbit.")
@@ -191,6 +191,6 @@ def _host(name: str, total: int) -> int:
 
 
 def check_host(host: int, total: int) -> int:
-    if not 0 <= host < total:
-        raise ValueError(f"there is no host {host}: hosts are numbers from 0 to {total - 1}.")
+    if not isinstance(host, int) or not 0 <= host < total:
+        raise ValueError(f"there is no host {host!r}: hosts are numbers from 0 to {total - 1}.")
     return host

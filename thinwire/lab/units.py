@@ -12,7 +12,7 @@ SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "min":
 BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 UNLIMITED = "unlimited"
 
-_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([a-z/%]*)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", re.IGNORECASE)
 
 
 def seconds(text: str) -> float:
