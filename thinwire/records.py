@@ -7,20 +7,28 @@ is needed to run it again. Numbers that are not finite are written as null, so t
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 FORMAT = 1
 
+log = logging.getLogger("thinwire")
+
 
 class Records:
-    """A file of records that is being written. Every line is there once `write` has returned."""
+    """A file of records that is being written. Every line is there once `write` has returned.
+
+    A disk that is full ends the records, with a warning, and not the run: only one rank writes, and the others would
+    not know.
+    """
 
     def __init__(self, path: Path | str, **run: Any) -> None:
         self.path = Path(path)
@@ -30,11 +38,18 @@ class Records:
         self.write("run", format=FORMAT, **_surroundings(), **run)
 
     def write(self, kind: str, **fields: Any) -> None:
+        if self._file.closed:
+            return
         elapsed = round(time.monotonic() - self._start, 6)
-        self._file.write(json.dumps({"kind": kind, "time": elapsed, **plain(fields)}, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps({"kind": kind, "time": elapsed, **plain(fields)}, allow_nan=False) + "\n")
+        except OSError as error:
+            log.warning("the records in %s end here: %s.", self.path, error.strerror)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written is still waiting to be
+            self._file.close()
 
 
 def read(path: Path | str) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from thinwire import records
-from thinwire.control.adaptive import Adaptive, Decision
+from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.prices import Prices, ways
 from thinwire.control.replay import replay
+from thinwire.control.view import View
+from thinwire.exchange import complete
 from thinwire.link.base import Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.sync import Synchronizer
@@ -74,6 +77,13 @@ def lied_to(link: ThreadLink, seed: int) -> list[Plan]:
 # --- replay and resume
 
 
+BESIDES = ("kind", "time", "confidence")  # in the record of a decision, and no part of it
+
+
+def decided(decisions: list[Decision]) -> list[Any]:
+    return [records.plain(decision.to_json()) for decision in decisions]
+
+
 def changing(link: ThreadLink, number: int) -> None:
     """The network becomes slow, far, and near and fast again."""
     if link.rank == 0:
@@ -97,8 +107,8 @@ def test_a_recorded_run_is_decided_again_alike(objective: str, tmp_path: Path) -
     written = list(records.read(path))
     made = [record for record in written if record["kind"] == "decision"]
     assert len(made) >= 4
-    again = [records.plain(decision.to_json()) for decision in replay(written)]
-    assert again == [{key: record[key] for key in record if key not in ("kind", "time")} for record in made]
+    assert all(0 <= record["confidence"][what] <= 1 for record in made for what in ("alpha", "beta"))
+    assert decided(replay(written)) == [{key: record[key] for key in record if key not in BESIDES} for record in made]
 
 
 def test_another_controller_can_be_asked_about_a_recorded_run(tmp_path: Path) -> None:
@@ -151,6 +161,200 @@ def test_an_adaptive_run_that_was_resumed_ends_with_the_same_bits_as_one_that_we
         times, times_again = state["pilot"].pop("times"), state_again["pilot"].pop("times")
         assert times == pytest.approx(times_again)  # differences of a clock that reads differently
         assert state["pilot"] == state_again["pilot"]
+
+
+def test_a_run_that_was_resumed_while_recorded_is_decided_again_alike(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(20_000)
+        first = Synchronizer(net, link=link)
+        for number in range(12):
+            step(first, net, number, seconds=0.02)
+        sync = Synchronizer(net, link=link, records=path)
+        sync.load_state_dict(first.state_dict())
+        for number in range(12, 36):
+            changing(link, number)
+            step(sync, net, number, seconds=0.02)
+        sync.close()
+
+    ThreadWorld(2, Network(alpha=1e-3, beta=1e-8)).run(program)
+    written = list(records.read(path))
+    made = [record for record in written if record["kind"] == "decision"]
+    assert len(made) >= 3 and made[-1]["step"] > 12
+    assert decided(replay(written)) == [{key: record[key] for key in record if key not in BESIDES} for record in made]
+
+
+def test_energies_beyond_the_range_of_float32_are_recorded_and_decided_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(400)
+        sync = Synchronizer(net, link=link, records=path)
+        for _ in range(3):
+            net.weight.grad = torch.full_like(net.weight, 1e25)
+            sync.average_gradients()
+        sync.close()
+
+    ThreadWorld(2, Network(alpha=1e-3, beta=1e-8)).run(program)
+    assert len(replay(records.read(path))) == 1
+
+
+@pytest.mark.parametrize("damage", ["view", "standing", "asked", "times", "alpha", "exchange"])
+def test_a_state_that_is_not_whole_is_refused_whole(damage: str) -> None:
+    def program(link: ThreadLink) -> None:
+        net = a_net(400)
+        sync = Synchronizer(net, link=link)
+        for number in range(8):
+            step(sync, net, number)
+        before, damaged = copy.deepcopy(sync.state_dict()), copy.deepcopy(sync.state_dict())
+        damaged["error"]["weight"] += 1
+        damaged["step"] = 3
+        if damage == "alpha":
+            damaged["pilot"]["view"]["alpha"] = "far"
+        elif damage == "exchange":
+            damaged["pilot"]["standing"]["plan"]["exchange"] = "telepathy"
+        else:
+            del damaged["pilot"][damage]
+        with pytest.raises(ValueError, match="what all ranks had agreed on"):
+            sync.load_state_dict(damaged)
+        after = sync.state_dict()
+        assert torch.equal(before["error"].pop("weight"), after["error"].pop("weight")) and before == after
+
+    ThreadWorld(2, Network(alpha=1e-3, beta=1e-7)).run(program)
+
+
+# --- saying why
+
+
+def said(sync: Synchronizer, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    sync.explain()
+    return capsys.readouterr().out
+
+
+def test_explain_says_at_every_moment_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(link: ThreadLink) -> None:
+        net = a_net(4000)
+        fixed = Synchronizer(net, "star-topk", link=link)
+        assert said(fixed, capsys).startswith("star-topk over ring at 0.01 (100x), fixed.")
+        sync = Synchronizer(net, Adaptive(objective="knee"), link=link)
+        if link.world_size == 1:
+            assert said(sync, capsys).startswith("dense over ring, until the network has been measured.")
+            return
+        for number in range(20):
+            text = said(sync, capsys)
+            assert str(sync.plan) in text.splitlines()[0]
+            assert sum(line.startswith("*") and str(sync.plan) in line for line in text.splitlines()) == 1
+            step(sync, net, number, seconds=0.02)
+        again = Synchronizer(net, link=link)
+        again.load_state_dict(sync.state_dict())
+        since = sync._pilot.standing.since
+        assert said(again, capsys).startswith(f"{sync.plan}, since step {since}, as it was decided before")
+
+    for world_size in (1, 8):
+        ThreadWorld(world_size, Network(alpha=1e-3, beta=1e-7)).run(program)
+
+
+def test_a_full_disk_ends_the_records_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no disk that is always full")
+
+    def program(link: ThreadLink) -> int:
+        net = a_net(400)
+        sync = Synchronizer(net, link=link, records="/dev/full")
+        for number in range(3):
+            step(sync, net, number)
+        sync.close()
+        return sync.step
+
+    assert ThreadWorld(2, Network(alpha=1e-3, beta=1e-8)).run(program) == [3, 3]
+    assert [record.getMessage() for record in caplog.records if "/dev/full" in record.getMessage()] == [
+        "the records in /dev/full end here: No space left on device."
+    ]
+
+
+# --- what may be chosen
+
+FAR_AND_SLOW = View(alpha=1e-2, beta=1e-6)
+
+
+def of_four(controller: Adaptive) -> tuple[Prices, Standing]:
+    choice = ways(4, has_group=False, exchanges=("dense", *controller.exchanges))
+    return Prices(100_000, 4, 4, choice), Standing(plan=complete("dense", 1.0, "ring"))
+
+
+@pytest.mark.parametrize("objective", ["goodput", "seconds", "knee"])
+def test_no_plan_is_chosen_that_sends_less_than_allowed(objective: str) -> None:
+    for least_gain in (0.0, 0.05, 0.3, 0.9, 1.0):
+        controller = Adaptive(objective=objective, least_gain=least_gain)
+        prices, standing = of_four(controller)
+        decision = controller.decide(FAR_AND_SLOW, standing, 0, prices)
+        assert decision is not None and decision.gain >= least_gain
+        assert (decision.plan.exchange == "dense") == (least_gain > 0.8)
+        standing = controller.standing_after(decision, FAR_AND_SLOW)
+        assert controller.decide(FAR_AND_SLOW, standing, 100, prices) is None
+
+
+def test_where_only_seconds_count_nothing_is_too_little() -> None:
+    controller = Adaptive(objective="seconds", ratios=(0.0001, 0.0001))
+    prices, standing = of_four(controller)
+    decision = controller.decide(FAR_AND_SLOW, standing, 0, prices)
+    assert decision is not None and decision.plan.ratio == 0.0001 and decision.gain < 0.01
+    assert controller.decide(FAR_AND_SLOW, controller.standing_after(decision, FAR_AND_SLOW), 100, prices) is None
+
+
+@pytest.mark.parametrize("objective", ["goodput", "knee"])
+@pytest.mark.parametrize("every", [1, 5, 7])  # steps between two at which ranks hear of each other
+@pytest.mark.parametrize("warmup", [1, 25, 100])
+def test_the_ratio_is_above_the_line_while_warming_up_and_within_bounds_after(
+    objective: str, every: int, warmup: int
+) -> None:
+    controller = Adaptive(objective=objective, warmup=warmup)
+    prices, standing = of_four(controller)
+    for number in range(0, warmup + 2 * every, every):
+        decision = controller.decide(FAR_AND_SLOW, standing, number + (number > 0), prices)
+        if decision is not None:
+            standing = controller.standing_after(decision, FAR_AND_SLOW)
+            if decision.step < warmup:
+                assert decision.plan.ratio >= 1 - 0.9 * decision.step / warmup
+    at_once = Adaptive(objective=objective).decide(FAR_AND_SLOW, of_four(controller)[1], 0, prices)
+    assert at_once is not None and standing.plan == at_once.plan
+
+
+def test_a_plan_of_a_run_with_other_bounds_is_left_at_once() -> None:
+    controller = Adaptive(ratios=(0.05, 0.1), exchanges=("topk-allgather",))
+    prices, _ = of_four(controller)
+    for plan in (complete("topk-allgather", 0.01), complete("star-topk", 0.06)):
+        standing = Standing(plan=plan, alpha=1e-2, beta=1e-6, gain=0.2, seconds=0.1)
+        decision = controller.decide(FAR_AND_SLOW, standing, 10, prices)
+        assert decision is not None and decision.trigger == "the plan in force is out of bounds"
+        assert decision.plan.exchange == "topk-allgather" and 0.05 <= decision.plan.ratio <= 0.1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"exchanges": ()},
+        {"exchanges": "star-topk"},
+        {"exchanges": ("dense",)},
+        {"exchanges": ("star-topk", "powersgd")},
+        {"least_gain": 1.5},
+        {"least_gain": math.nan},
+        {"solver": "guess"},
+        {"objective": "speed"},
+        {"ratios": (0.1, 0.01)},
+    ],
+)
+def test_wrong_settings_are_refused_at_once_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong)).rstrip("s")):
+        Adaptive(**wrong)
+
+
+@pytest.mark.parametrize("fixed", [{"collective": "tree"}, {"ratio": 0.1}, {"values": "float16"}])
+def test_what_belongs_to_a_fixed_exchange_is_refused_where_it_would_have_no_effect(fixed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="adaptive chooses for itself"):
+        Synchronizer(a_net(400), link=ThreadWorld(1).links[0], **fixed)
 
 
 # --- histories

@@ -22,6 +22,8 @@ from thinwire.control.prices import Prices
 from thinwire.control.replay import replay
 from thinwire.control.view import View
 from thinwire.exchange import complete
+from thinwire.train import pilot
+from thinwire.types import Plan
 
 pytestmark = pytest.mark.process
 
@@ -104,9 +106,17 @@ class Linear(nn.Module):
         return sum(((w * c).sum() for w, c in zip(self.weights, factors, strict=True)), torch.zeros(()))
 
 
-def _restless(rank: int, ranks: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    model = DDP(Linear(), bucket_cap_mb=1e-4)
-    comm = thinwire.attach(model, Restless())
+def _tell_always() -> None:
+    """So that plans can change at every step, also beside exchanges that carry no numbers. For this process."""
+    pilot.TELL_EVERY, pilot.TELL_SECONDS = 1, 0.0
+
+
+def _restless(
+    rank: int, ranks: int, steps: int, link: str, **options: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[Plan]]:
+    _tell_always()
+    model = DDP(Linear(), bucket_cap_mb=1e-4, **options)
+    comm = thinwire.attach(model, Restless(), link=link)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     total, ran = torch.zeros(sum(p.numel() for p in model.parameters())), []
     for step in range(steps):
@@ -117,16 +127,84 @@ def _restless(rank: int, ranks: int, steps: int) -> tuple[torch.Tensor, torch.Te
         model(everyones[rank]).backward()
         optimizer.step()
         assert comm.last is not None
-        ran.append(comm.last.plan.exchange)
+        ran.append(comm.last.plan)
     comm.close()
     return flat_parameters(model), total, ran
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_changing_the_plan_at_every_step_loses_nothing(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "link", "options"),
+    [
+        (2, "tcp", {}),
+        (3, "tcp", {}),
+        (2, "process", {}),
+        (2, "tcp", {"find_unused_parameters": True}),
+        (2, "tcp", {"static_graph": True}),
+    ],
+)
+def test_changing_the_plan_at_every_step_loses_nothing(ranks: int, link: str, options: dict[str, bool]) -> None:
     steps = 7 * 6 + 1  # the last one is dense, so that everything has been sent
-    ended = run_ranks(_restless, ranks, ranks=ranks, steps=steps)
+    ended = run_ranks(_restless, ranks, ranks=ranks, steps=steps, link=link, **options)
     for parameters, total, ran in ended:
         assert torch.equal(parameters, ended[0][0])
-        assert len(set(ran)) == 3
+        assert ran == [Restless.plans[step % len(Restless.plans)] for step in range(steps)]
         torch.testing.assert_close(-parameters, total, rtol=1e-4, atol=1e-4)
+
+
+def _resumed(rank: int, folder: str, steps: int) -> None:
+    _tell_always()
+    checkpoint = thinwire.Checkpoint(folder, rank, 2, keep=steps)
+
+    def go_on(first: int) -> torch.Tensor:
+        model = DDP(make("mlp"))
+        comm = thinwire.attach(model, Restless())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if first:
+            state, _ = checkpoint.load(first)
+            model.module.load_state_dict(state["model"])
+            comm.load_state_dict(state["comm"])
+        for step in range(first, steps):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            if not first:
+                checkpoint.save({"model": model.module.state_dict(), "comm": comm.state_dict()}, step + 1)
+        comm.close()
+        return flat_parameters(model)
+
+    whole = go_on(0)
+    for first in range(1, steps):
+        assert torch.equal(go_on(first), whole), first
+
+
+def test_a_run_resumed_at_any_step_ends_with_the_same_bits_also_between_telling_and_hearing(tmp_path: Path) -> None:
+    run_ranks(_resumed, 2, folder=str(tmp_path), steps=10)
+
+
+def _not_writable(rank: int, path: str) -> str:
+    model = DDP(make("mlp"))
+    with pytest.raises(FileNotFoundError if rank == 0 else thinwire.RemoteError) as raised:
+        thinwire.attach(model, records=path)
+    return str(raised.value)
+
+
+def test_records_that_cannot_be_begun_end_all_ranks_at_once() -> None:
+    words = run_ranks(_not_writable, 2, path="/proc/nowhere/run.jsonl")
+    assert all("/proc/nowhere" in text for text in words)
+
+
+def _watching(rank: int, steps: int) -> float | None:
+    model = make("mlp")
+    sync = thinwire.Synchronizer(model, "dense")
+    for step in range(steps):
+        loss_of(model, rank, step).backward()
+        sync.average_gradients()
+        if sync._pilot.view.alpha is not None:  # on all ranks at the same step
+            break
+    sync.close()
+    return sync._pilot.view.alpha
+
+
+def test_latency_is_measured_also_while_torch_sends_everything() -> None:
+    first, second = run_ranks(_watching, 2, steps=3000)
+    assert first == second and first is not None

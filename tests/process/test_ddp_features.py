@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.process.launch import outcomes, run_ranks
 from tests.process.models import batch, flat_parameters, loss_of, make
+from thinwire.control.adaptive import Standing
 from thinwire.exchange import NAMES, complete
 
 pytestmark = pytest.mark.process
@@ -308,7 +309,8 @@ def _different_plans(rank: int) -> None:
     model = DDP(make("mlp"))
     comm = thinwire.attach(model, exchange="topk-allgather", ratio=0.05, timeout=20)
     if rank == 1:
-        comm._plan = complete("topk-allgather", 0.1)  # nobody does this; a bug might
+        # Nobody does this; a bug might.
+        comm._pilot.standing = Standing(plan=complete("topk-allgather", 0.1))
     loss_of(model, rank, 0).backward()
 
 
@@ -400,13 +402,14 @@ def _bad_input(rank: int) -> dict[str, str]:
         "collective": refusal(make("mlp"), exchange="star-topk", collective="star"),
         "gathered over torch": refusal(make("mlp"), exchange="topk-allgather", collective="torch"),
         "broadcast": refusal(make("mlp"), exchange="star-topk", broadcast="ring"),
-        "values": refusal(make("mlp"), values="int8"),
+        "values": refusal(make("mlp"), exchange="topk-allgather", values="int8"),
         "half reduced": refusal(make("mlp"), exchange="star-topk", values="float16"),
         "link": refusal(make("mlp"), link="udp"),
         "low pass": refusal(make("mlp"), low_pass=0.0),
-        "ratio 0": refusal(make("mlp"), ratio=0.0),
-        "ratio 2": refusal(make("mlp"), ratio=2.0),
-        "ratio nan": refusal(make("mlp"), ratio=float("nan")),
+        "ratio 0": refusal(make("mlp"), exchange="star-topk", ratio=0.0),
+        "ratio 2": refusal(make("mlp"), exchange="star-topk", ratio=2.0),
+        "ratio nan": refusal(make("mlp"), exchange="star-topk", ratio=float("nan")),
+        "ratio of its own": refusal(make("mlp"), ratio=0.1),
         "complex": refusal(Complex()),
         "sparse": refusal(nn.Sequential(nn.Embedding(5, 3, sparse=True))),
     }
@@ -428,6 +431,7 @@ def test_bad_input_is_refused_before_anything_is_sent_with_the_way_out() -> None
         "ratio 0": r"ratio must be in \(0, 1\], got ratio=0.0",
         "ratio 2": r"ratio must be in \(0, 1\], got ratio=2.0",
         "ratio nan": r"ratio must be in \(0, 1\], got ratio=nan",
+        "ratio of its own": "ratio=0.1 belongs to a fixed exchange, and adaptive chooses for itself",
         "complex": "'phase' is torch.complex64",
         "sparse": "'0.weight' has sparse gradients",
     }

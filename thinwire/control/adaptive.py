@@ -7,7 +7,7 @@ whose views were recorded can be decided again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from thinwire.control import pareto
 from thinwire.control.computing import compress_seconds
-from thinwire.control.learning import safe_gain, steps_factor
+from thinwire.control.learning import POWERS, safe_gain, steps_factor
 from thinwire.control.prices import Prices, Way
 from thinwire.control.view import View, way_of
 from thinwire.types import Network, Plan
@@ -74,6 +74,8 @@ class Decision:
     Attributes:
         step: the first step that runs by it.
         trigger: what had changed, in words.
+        rest: the seconds of a step outside its exchange, 0 before any was measured.
+        compress: what of `seconds` is our own computing.
         candidates: every way at its best ratio, and what was chosen, the best first.
         before: what ran until then.
     """
@@ -86,6 +88,7 @@ class Decision:
     alpha: float
     beta: float
     rest: float
+    compress: float = 0.0
     gain: float
     gains: dict[str, float]
     candidates: tuple[Candidate, ...]
@@ -133,7 +136,9 @@ class Adaptive:
         margin: and change the plan only if the new one is better by this share.
         patience: leave a plan alone for at least so many steps.
         least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
-            comes to send less, raise the ratio. None for what was measured to be safe (control/learning.py).
+            comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe
+            (control/learning.py), and for nothing where only seconds count.
+        solver: how "knee" finds the front: "sweep", or "nsga2" with thinwire[moo].
     """
 
     objective: str = "goodput"
@@ -154,6 +159,12 @@ class Adaptive:
             raise ValueError(f"ratios must be two numbers with 0 < low <= high <= 1, got {self.ratios}.")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.objective!r}. Known are: {', '.join(OBJECTIVES)}.")
+        if self.solver not in pareto.SOLVERS:
+            raise ValueError(f"unknown solver {self.solver!r}. Known are: {', '.join(pareto.SOLVERS)}.")
+        if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= POWERS.keys():
+            raise ValueError(f"exchanges must be some of {', '.join(POWERS)}, got {self.exchanges!r}.")
+        if self.least_gain is not None and not 0 <= self.least_gain <= 1:
+            raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain}.")
         if self.warmup < 0 or self.patience < 1:
             raise ValueError(
                 f"warmup cannot be negative and patience is at least 1, got {self.warmup}, {self.patience}."
@@ -167,8 +178,10 @@ class Adaptive:
         trigger = self._trigger(view, standing, step, prices)
         if trigger is None or view.network is None:
             return None
-        candidates = sorted(self._candidates(view, view.network, step, prices), key=_by_cost)
-        chosen = self._choose(view, view.network, standing, candidates, prices)
+        judged = list(self._all_judged(self._ratios(step), view, view.network, prices))
+        candidates = sorted(self._candidates(judged), key=_by_cost)
+        best = self._knee(view, judged, candidates) if self.objective == "knee" else candidates[0]
+        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.network, prices))
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
         return Decision(
@@ -180,6 +193,7 @@ class Adaptive:
             alpha=view.network.alpha,
             beta=view.network.beta,
             rest=view.rest.value if view.rest else 0.0,
+            compress=float(self._computing(way_of(chosen.plan), np.array([chosen.plan.ratio]), view, prices)[0]),
             gain=chosen.gain,
             gains={f"{ratio:g}": gain for ratio, gain in view.gains.points()},
             candidates=tuple(candidates),
@@ -202,8 +216,10 @@ class Adaptive:
             return None
         if standing.alpha is None or standing.beta is None or standing.seconds is None:
             return "the network was measured"
-        if step <= self.warmup:
-            return "warm-up" if step % max(1, self.warmup // 10) == 0 else None
+        if standing.since < self.warmup:  # and once more when it is over, whenever that is heard of
+            return "warm-up" if step >= min(standing.since + max(1, self.warmup // 10), self.warmup) else None
+        if not self._allows(standing.plan):
+            return "the plan in force is out of bounds"
         if step - standing.since < self.patience or 0 < view.settling < self.patience:
             return None
         if _changed(standing.alpha, view.network.alpha, self.change):
@@ -227,12 +243,12 @@ class Adaptive:
         price = np.array([prices.seconds(way, plan.ratio, network)])
         return self._judged(way, ratios, price, self._learning(way, ratios, view), view, prices).at(0)
 
-    def _candidates(self, view: View, network: Network, step: int, prices: Prices) -> Iterator[Candidate]:
-        """Every way at the ratio at which it is best."""
-        ratios = self._ratios(step)
-        for judged in self._all_judged(ratios, view, network, prices):
-            safe = judged.gains >= self._least_gain(judged.way.exchange)
-            yield judged.at(int(np.where(safe, judged.costs, np.inf).argmin()) if safe.any() else len(safe) - 1)
+    def _candidates(self, judged: Iterable[_Judged]) -> Iterator[Candidate]:
+        """Every way at the ratio at which it is best, of those that send enough; dense always does."""
+        for each in judged:
+            safe = each.gains >= self._least_gain(each.way.exchange)
+            if safe.any():
+                yield each.at(int(np.where(safe, each.costs, np.inf).argmin()))
 
     def _all_judged(self, ratios: Floats, view: View, network: Network, prices: Prices) -> Iterator[_Judged]:
         """The ways that may be chosen, at all ratios; dense at its own.
@@ -255,9 +271,12 @@ class Adaptive:
         self, way: Way, ratios: Floats, price: Floats, learning: tuple[Floats, Floats], view: View, prices: Prices
     ) -> _Judged:
         rest = view.rest.value if view.rest else 0.0
-        computing = compress_seconds(way, ratios, prices.numel, prices.world_size) * view.compress_factor(way.exchange)
+        computing = self._computing(way, ratios, view, prices)
         seconds = rest + np.maximum(price + computing + view.extra_of(way), 0.0)
         return _Judged(way, ratios, seconds, *learning)
+
+    def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:
+        return compress_seconds(way, ratios, prices.numel, prices.world_size) * view.compress_factor(way.exchange)
 
     def _learning(self, way: Way, ratios: Floats, view: View) -> tuple[Floats, Floats]:
         """The gain at each ratio, and how many times more steps it takes."""
@@ -268,7 +287,14 @@ class Adaptive:
         return np.array(gains), np.array(steps)
 
     def _least_gain(self, exchange: str) -> float:
-        return safe_gain(exchange) if self.least_gain is None else self.least_gain
+        if self.least_gain is not None:
+            return self.least_gain
+        return 0.0 if self.objective == "seconds" else safe_gain(exchange)
+
+    def _allows(self, plan: Plan) -> bool:
+        """Not so of one that warming up has left behind, or a state of a run with other settings."""
+        low, high = self.ratios
+        return plan.exchange == "dense" or (plan.exchange in self.exchanges and low <= plan.ratio <= high)
 
     def _ratios(self, step: int) -> Floats:
         """All ratios of two digits within bounds, and while warming up none below the line."""
@@ -278,34 +304,36 @@ class Adaptive:
             high = max(low, high)
         return two_digit_ratios(low, high)
 
-    def _choose(
-        self, view: View, network: Network, standing: Standing, candidates: list[Candidate], prices: Prices
-    ) -> Candidate:
+    def _choose(self, best: Candidate, standing: Standing, now: Candidate) -> Candidate:
         """The best, unless what runs already is nearly as good."""
-        best = self._knee(view, network, candidates, prices) if self.objective == "knee" else candidates[0]
-        now = self.judge(standing.plan, view, network, prices)
-        if standing.alpha is None or now.gain < self._least_gain(standing.plan.exchange):
+        enough = now.gain >= self._least_gain(now.plan.exchange)
+        if standing.alpha is None or not enough or not self._allows(now.plan):
             return best
         if self.objective == "knee":
             near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio
             return now if near and way_of(now.plan) == way_of(best.plan) else best
         return now if now.cost * (1 - self.margin) <= best.cost else best
 
-    def _knee(self, view: View, network: Network, candidates: list[Candidate], prices: Prices) -> Candidate:
-        """The paper's choice of the ratio; then the fastest way at it, or dense if that is faster still."""
-        ratios = two_digit_ratios(*self.ratios)
-        judged = [j for j in self._all_judged(ratios, view, network, prices) if j.way.exchange != "dense"]
-        fastest = [min(judged, key=lambda j: float(j.seconds[i])).at(i) for i in range(len(ratios))]  # noqa: B023
-        seconds = [c.seconds for c in fastest]
+    def _knee(self, view: View, judged: list[_Judged], candidates: list[Candidate]) -> Candidate:
+        """The paper's choice of the ratio; then the fastest way at it, or dense if that is faster still.
+
+        Where a way sends too little at that ratio, it is taken at the next one at which it does not.
+        """
+        dense = min((c for c in candidates if c.plan.exchange == "dense"), key=lambda c: c.seconds)
+        sparse = [j for j in judged if j.way.exchange != "dense"]
+        ratios = sparse[0].ratios
+        seconds = np.min([j.seconds for j in sparse], axis=0)
         ratio = pareto.knee(
             lambda r: float(np.interp(r, ratios, seconds)),
             lambda r: view.gains.gain("topk-allgather", r),
-            *self.ratios,
+            float(ratios[0]),
+            float(ratios[-1]),
             solver=self.solver,
         )
-        chosen = fastest[int(np.abs(ratios - ratio).argmin())]
-        dense = min((c for c in candidates if c.plan.exchange == "dense"), key=lambda c: c.seconds)
-        return chosen if chosen.seconds < dense.seconds else dense
+        nearest = int(np.abs(ratios - ratio).argmin())
+        enough = [j.gains[nearest:] >= self._least_gain(j.way.exchange) for j in sparse]
+        found = [j.at(nearest + int(e.argmax())) for j, e in zip(sparse, enough, strict=True) if e.any()]
+        return min([dense, *found], key=lambda c: c.seconds)
 
 
 def two_digit_ratios(low: float, high: float) -> Floats:

@@ -4,7 +4,7 @@ A model of passes over memory, in nanoseconds per entry on the machine of docs/d
 machine differs is measured while it runs (control/view.py).
     dense           n d
     over all-gather n (a + b ratio + N e ratio)     everyone's entries are decoded and added by everyone
-    STAR, VAR       n (a + b ratio)                 one set of entries
+    STAR, VAR       n (a + b ratio + e ratio)       one set of entries
     torch           0                               backward() hides it
 """
 

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from thinwire.control.agreement import rounded
+
 CANDIDATES = (0.1, 0.033, 0.011, 0.004, 0.001)
 
 _LARGEST = CANDIDATES[0]
@@ -66,7 +68,7 @@ class GainCurve:
         if not 0 < share <= 1:
             return self
         before = self.kept.get(ratio, share)
-        kept = {**self.kept, ratio: _rounded(before + _NEWEST_KEPT * (share - before))}
+        kept = {**self.kept, ratio: rounded(before + _NEWEST_KEPT * (share - before))}
         forgotten = self.unmeasured + 1 >= _FORGET
         return replace(self, kept=kept, rate=None if forgotten else self.rate, unmeasured=self.unmeasured + 1)
 
@@ -77,7 +79,7 @@ class GainCurve:
         rate = -math.log1p(-min(max(gain, _LEAST), _MOST)) / _shape(exchange, ratio)
         # From what was expected on, slowly: after a change of ratio the error takes its time to follow.
         expected = self._rate() if self.kept or self.rate is not None else rate
-        return replace(self, rate=_rounded(expected * math.pow(rate / expected, _NEWEST_MEASURED)), unmeasured=0)
+        return replace(self, rate=rounded(expected * math.pow(rate / expected, _NEWEST_MEASURED)), unmeasured=0)
 
     def gain(self, exchange: str, ratio: float) -> float:
         """The share of the energy that this exchange sends at this ratio, once it has run for a while."""
@@ -110,8 +112,3 @@ class GainCurve:
 def _shape(exchange: str, ratio: float) -> float:
     f, s = SHAPES[exchange]
     return f * math.pow(ratio / (1 - ratio) * (1 - _LARGEST) / _LARGEST, s)
-
-
-def _rounded(value: float) -> float:
-    """To seven digits, so that the last bits of a logarithm cannot tell two ranks apart."""
-    return float(f"{value:.6e}")

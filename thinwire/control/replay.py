@@ -27,6 +27,8 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
         if record["kind"] == "run":
             prices = Prices.from_json(record["prices"])
             controller = controller or _recorded(record["controller"])
+        elif record["kind"] == "resumed":
+            view, standing = View.from_json(record["view"]), Standing.from_json(record["standing"])
         elif record["kind"] == "heard" and prices is not None:
             seen = Seen.from_json(record)
             standing = replace(standing, plan=seen.plan) if standing else Standing(plan=seen.plan)

@@ -65,7 +65,8 @@ class Seen(NamedTuple):
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Seen:
         before = None if state["before"] is None else Plan(**state["before"])
-        return cls(state["step"], state["turn"], Plan(**state["plan"]), before, Told(*state["told"]))
+        told = Told(*(math.nan if number is None else float(number) for number in state["told"]))  # as JSON has it
+        return cls(state["step"], state["turn"], Plan(**state["plan"]), before, told)
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,9 @@ class View:
             return {key: Running(float(value), int(samples)) for key, (value, samples) in pairs.items()}
 
         return cls(
-            alpha=state["alpha"],
-            beta=state["beta"],
-            settling=state["settling"],
+            alpha=None if state["alpha"] is None else float(state["alpha"]),
+            beta=None if state["beta"] is None else float(state["beta"]),
+            settling=int(state["settling"]),
             rest=running(state["rest"]),
             extra=runnings(state["extra"]),
             compress=runnings(state["compress"]),

@@ -199,3 +199,4 @@ class _Passing:
         link, now, gain = self._comm.link, self._comm.link.now(), 1.0 if self._finite else float("nan")
         sent_bytes, waited = link.sent_bytes - self._sent_before, now - self._taken_at
         self._comm.close_step(now - self._start, 0.0, sent_bytes, gain, not self._finite, waited)
+        self._comm.ask_before_telling()

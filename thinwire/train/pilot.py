@@ -23,6 +23,7 @@ from thinwire.control.gain import CANDIDATES
 from thinwire.control.monitor import Monitor
 from thinwire.control.prices import Prices
 from thinwire.control.view import Seen, View
+from thinwire.exchange import complete
 from thinwire.link.base import Link
 from thinwire.records import Records
 from thinwire.types import Moment, Plan, Told
@@ -75,9 +76,11 @@ class Course(NamedTuple):
     def from_json(cls, state: Mapping[str, Any]) -> Course:
         try:
             whole, exchange, compress = map(float, state["times"])
+            standing = Standing.from_json(state["standing"])
+            complete(**asdict(standing.plan))  # or it is none that could run
             return cls(
                 view=View.from_json(state["view"]),
-                standing=Standing.from_json(state["standing"]),
+                standing=standing,
                 times=(whole, exchange, compress),
                 before=None if state["before"] is None else Plan(**state["before"]),
                 turn=int(state["turn"]),
@@ -252,7 +255,8 @@ class Pilot:
         self.decision = decision
         self.standing = self.controller.standing_after(decision, self.view)
         if self.records is not None:
-            self.records.write("decision", **decision.to_json())
+            confidence = {"alpha": self.monitor.alpha().confidence, "beta": self.monitor.beta().confidence}
+            self.records.write("decision", **decision.to_json(), confidence=confidence)  # that of the rank that writes
         if decision.plan != decision.before and self.link.rank == 0:
             log.info("step %d: %s instead of %s, because %s", step, decision.plan, decision.before, decision.trigger)
 

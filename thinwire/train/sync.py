@@ -27,7 +27,7 @@ from thinwire.link.tcp import TcpLink
 from thinwire.records import Records
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
-from thinwire.train.pilot import Pilot
+from thinwire.train.pilot import Course, Pilot
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
 _STATE_VERSION = 1
@@ -109,7 +109,7 @@ class Synchronizer:
         if controller is not None and self.link.group is None:
             plan = complete("dense", 1.0, "ring")
         prices = _prices(self._layout, self.link, controller)
-        self._records = Records(records, **_described(prices, controller)) if records and self.link.rank == 0 else None
+        self._records = self._begin_records(records, **_described(prices, controller))
         self._steering = Stopwatch(self.link)
         self._pilot = Pilot(self.link, prices, controller, plan, self._records)
         options = f"low_pass={low_pass!r}, {'a' if scaler else 'no'} scaler"
@@ -118,6 +118,16 @@ class Synchronizer:
         if broadcast_parameters:
             _broadcast(self.link, [*model.parameters(), *model.buffers()])
         self._pilot.survey()
+
+    def _begin_records(self, path: Path | str | None, **run: Any) -> Records | None:
+        """On rank 0 only, so the others must be told if it cannot: they would wait for it."""
+        if path is None or self.link.rank != 0:
+            return None
+        try:
+            return Records(path, **run)
+        except OSError as error:
+            self.link.abort(f"{type(error).__name__}: {error}")
+            raise
 
     @property
     def plan(self) -> Plan:
@@ -143,7 +153,8 @@ class Synchronizer:
 
     def explain(self) -> None:
         """Print what runs, since when and why, and what else was considered."""
-        print(explain(self._pilot.decision, self._pilot.view, self._pilot.plan, self.last))
+        pilot = self._pilot
+        print(explain(pilot.decision, pilot.standing, pilot.view, self.last, fixed=pilot.controller is None))
 
     @cached_property
     def _out(self) -> torch.Tensor:
@@ -198,6 +209,8 @@ class Synchronizer:
         gain = math.nan if skip else _gain(done.told)
         seconds, computed = link.now() - start, watch.seconds + done.compress_seconds
         self.close_step(seconds, computed, link.sent_bytes - sent_before, gain, skip)
+        with self._steering:
+            pilot.measure()
         self.hear(done.told)
 
     def _hand_over(self, mean: torch.Tensor, scale: float, name: str, grad: torch.Tensor) -> None:
@@ -223,7 +236,7 @@ class Synchronizer:
         N, standing = self.link.world_size, self._pilot.standing
         waited = seconds if waited is None else waited
         with self._steering:
-            step_seconds = self._pilot.note_step(waited, compress_seconds, self.link.sent_bytes)
+            step_seconds = self._pilot.note_step(waited, compress_seconds)
         self.last = StepRecord(
             step=self.step,
             plan=standing.plan,
@@ -252,6 +265,11 @@ class Synchronizer:
         """For steps that carry no numbers of ours: now and then send some beside them, and do not wait for it."""
         with self._steering:
             self._pilot.tell_by_torch(self.step)
+
+    def ask_before_telling(self) -> None:
+        """After a step that carried no numbers, have the network measured if the next one tells some."""
+        with self._steering:
+            self._pilot.ask_before_telling(self.step)
 
     def hear_by_torch(self) -> None:
         """Take in what came of it, at the beginning of the next step on all ranks."""
@@ -292,8 +310,9 @@ class Synchronizer:
             raise ValueError("this state has no errors by parameter name.")
         if not isinstance(state.get("pilot"), Mapping):
             raise ValueError("this state does not say which plan was in force.")
+        course = Course.from_json(state["pilot"])
         self.memory.load_state_dict(state["error"])
-        self._pilot.load_state_dict(state["pilot"])
+        self._pilot.resume(course)
         self.step, self.skipped = state["step"], state["skipped"]
 
     def common_step(self, steps: Collection[int]) -> int | None:
@@ -326,8 +345,9 @@ def _first_plan(
     """The plan that is fixed, or, of one that is not, what is sure to do no harm until something was measured."""
     if controller is not None:
         given = {"ratio": ratio, "collective": collective, "broadcast": broadcast, "values": values}
+        defaults = {"broadcast": "tree", "values": "float32"}
         for name, value in given.items():
-            if value not in (None, "tree", "float32"):
+            if value != defaults.get(name):
                 raise ValueError(
                     f"{name}={value!r} belongs to a fixed exchange, and adaptive chooses for itself. Set its bounds by "
                     "exchange=thinwire.Adaptive(ratios=(0.001, 0.1)), or name an exchange."
