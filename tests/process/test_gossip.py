@@ -141,7 +141,8 @@ def resumable(rank: int, method: str, folder: str, first: int, last: int, kill_a
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
     whole = run_ranks(resumable, 3, method=method, folder=str(tmp_path / "whole"), first=0, last=20)
     killed = outcomes(resumable, 3, method=method, folder=str(tmp_path / "killed"), first=0, last=20, kill_at=13)
-    assert [outcome.exitcode for outcome in killed] == [-9, -9, -9]
+    # One that is a little behind may hear of another's death before its own.
+    assert all(outcome.exitcode == -9 or outcome.error in ("PeerLost", "RemoteError") for outcome in killed)
     resumed = run_ranks(resumable, 3, method=method, folder=str(tmp_path / "killed"), first=8, last=20)
     for ours, theirs in zip(resumed, whole, strict=True):
         assert torch.equal(ours, theirs)
