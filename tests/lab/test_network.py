@@ -128,8 +128,7 @@ def test_the_papers_schedule_and_an_independent_ping_agree_at_every_stage() -> N
     for record, following in zip(truth, [*truth[1:], {"time": 9.5}], strict=True):
         stage = [rtt for sent, rtt in answers if record["time"] + 0.05 < sent < following["time"] - 0.1]
         ideal = 2 * (record["now"]["latency"] + 84 / record["now"]["rate"])
-        # The lower quartile: what else runs on this machine makes a ping longer, and nothing makes it shorter.
-        assert statistics.quantiles(stage, n=4)[0] == pytest.approx(ideal, rel=0.1), record
+        assert statistics.median(stage) == pytest.approx(ideal, rel=0.1), record
 
 
 def test_two_labs_run_side_by_side() -> None:
