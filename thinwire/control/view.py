@@ -115,8 +115,6 @@ class View:
         extra: by way, what an exchange takes beyond its price and its computing.
         compress: by exchange, measured over modelled seconds of computing.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
-        energy: of the error-fed gradient, over all ranks.
-        gain: energy sent over energy there, lately.
     """
 
     alpha: float | None = None
@@ -126,8 +124,6 @@ class View:
     extra: Mapping[str, Running] = field(default_factory=dict)
     compress: Mapping[str, Running] = field(default_factory=dict)
     gains: GainCurve = field(default_factory=GainCurve)
-    energy: Running | None = None
-    gain: Running | None = None
 
     @property
     def network(self) -> Network | None:
@@ -158,7 +154,7 @@ class View:
             gains = gains.with_kept(ratio_of_turn(seen.turn), min(1.0, told.kept / told.energy))
         if seen.plan.exchange != "dense":
             gains = gains.with_measured(seen.plan.exchange, seen.plan.ratio, gain)
-        return replace(self, gains=gains, gain=_after(self.gain, gain), energy=_after(self.energy, told.energy))
+        return replace(self, gains=gains)
 
     def _with_times(
         self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
@@ -205,8 +201,6 @@ class View:
             "extra": {key: plain(value) for key, value in self.extra.items()},
             "compress": {key: plain(value) for key, value in self.compress.items()},
             "gains": self.gains.to_json(),
-            "energy": plain(self.energy),
-            "gain": plain(self.gain),
         }
 
     @classmethod
@@ -225,6 +219,4 @@ class View:
             extra=runnings(state["extra"]),
             compress=runnings(state["compress"]),
             gains=GainCurve.from_json(state["gains"]),
-            energy=running(state["energy"]),
-            gain=running(state["gain"]),
         )
