@@ -20,6 +20,7 @@ import pytest
 
 import thinwire
 from tests.lab.networks import lab
+from tests.timing import timing
 from thinwire.lab import units
 from thinwire.lab.lab import Lab
 from thinwire.lab.run import environment
@@ -134,6 +135,7 @@ def steps_to_follow(truth: Truth, lines: list[Line], since: float) -> int:
     return next((i + 1 for i, line in enumerate(after) if truth.is_near(line)), len(after) + 1)
 
 
+@timing
 def test_latency_and_rate_are_found_and_followed_up_and_down() -> None:
     near, far = Truth("5ms", "100mbit"), Truth("20ms", "30mbit")
     changed: dict[int, float] = {}
@@ -153,6 +155,7 @@ def test_latency_and_rate_are_found_and_followed_up_and_down() -> None:
     assert all(lines[-1]["probe_bytes"] < 0.01 * lines[-1]["sent_bytes"] for lines in every)
 
 
+@timing
 def test_eight_processes_on_few_processors_do_not_look_like_a_slow_network() -> None:
     truth = Truth("10ms", "50mbit")
     with lab(8, latency=truth.latency, rate=truth.rate) as eight:
@@ -160,6 +163,7 @@ def test_eight_processes_on_few_processors_do_not_look_like_a_slow_network() -> 
     assert max(median_errors(truth, [line for lines in every for line in lines[8:]])) <= NEAR
 
 
+@timing
 def test_gloos_connections_tell_the_round_trip_to_each_host() -> None:
     with lab(3, latency="10ms", rate="100mbit") as three:
         every = finish(start(three, "process", numel=20_000, steps=12, compute=0.02))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.lab.networks import lab
+from tests.timing import timing
 from thinwire.lab import check
 from thinwire.lab.lab import Lab
 from thinwire.lab.network import Change, Conditions
@@ -33,6 +34,7 @@ def carried(lines: Iterator[dict[str, Any]], seconds: float) -> float:
     return float((last["bytes"] - first["bytes"]) / (last["time"] - first["time"]) * 8e-6)
 
 
+@timing
 def test_when_the_rate_falls_packets_and_queues_become_as_small_as_the_new_rate_wants_them() -> None:
     with lab(8, latency="5ms", rate="500mbit") as eight, stream(eight) as lines:
         carried(lines, 2)
@@ -46,6 +48,7 @@ def test_when_the_rate_falls_packets_and_queues_become_as_small_as_the_new_rate_
     assert statistics.median(trips) < 0.08
 
 
+@timing
 def test_a_connection_that_began_with_small_packets_gets_large_ones_with_the_rate() -> None:
     with lab(8, latency="5ms", rate="20mbit") as eight, stream(eight) as lines:
         carried(lines, 1)

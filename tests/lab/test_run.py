@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import thinwire
 from tests.lab.leftovers import left_behind
 from tests.lab.networks import lab
+from tests.timing import timing
 from thinwire.cli import app
 from thinwire.lab import check
 from thinwire.lab.errors import LabError
@@ -66,6 +68,7 @@ def test_standard_error_and_a_last_line_without_an_end_come_through(capfd: pytes
     ("ending", "code", "words"),
     [("exit 7", 7, "host 1 ended with exit code 7"), ("kill -9 $$", 137, "host 1 was ended by SIGKILL")],
 )
+@timing
 def test_one_that_fails_ends_all_and_is_named(
     ending: str, code: int, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +108,7 @@ def cli(*arguments: str, **options: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@timing
 def test_an_interrupt_ends_all_within_2_s(number: signal.Signals, folder: Path) -> None:
     main = cli("run", "--hosts", "2", "--", "sh", "-c", "trap '' INT TERM; echo up; while :; do sleep 1; done")
     assert main.stdout is not None
@@ -137,6 +141,7 @@ def test_an_unmodified_ddp_script_runs(folder: Path) -> None:
 # --- control
 
 
+@timing
 def test_a_running_lab_can_be_listed_changed_and_entered(folder: Path) -> None:
     runner = CliRunner()
     with lab(2, latency="5ms") as two:
@@ -144,7 +149,7 @@ def test_a_running_lab_can_be_listed_changed_and_entered(folder: Path) -> None:
         assert two.id in listed.output
         changed = runner.invoke(app, ["lab", "set", "latency=25ms", "--pair", "0:1"])
         assert changed.exit_code == 0, changed.output
-        assert check.round_trips(two, number=5)[-1] == pytest.approx(0.05, abs=0.001)
+        assert statistics.median(check.round_trips(two, number=15)) == pytest.approx(0.05, abs=0.001)
         assert runner.invoke(app, ["lab", "partition", "0|1"]).exit_code == 0
         assert check.one_way(two, number=10, silence=0.3) == []
         assert runner.invoke(app, ["lab", "heal"]).exit_code == 0

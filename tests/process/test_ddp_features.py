@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.process.launch import outcomes, run_ranks
 from tests.process.models import batch, flat_parameters, loss_of, make
+from tests.timing import timing
 from thinwire.control.adaptive import Standing
 from thinwire.exchange import NAMES, complete
 
@@ -350,6 +351,7 @@ def _interrupted(rank: int, link: str, collective: str) -> float:
 
 
 @pytest.mark.parametrize(("link", "collective"), [("tcp", "ring"), ("process", "ring"), ("tcp", "torch")])
+@timing
 def test_ctrl_c_ends_a_backward_that_waits_for_a_peer_within_a_second(link: str, collective: str) -> None:
     first, second = outcomes(_interrupted, 2, link=link, collective=collective)
     assert second.exitcode == -signal.SIGKILL

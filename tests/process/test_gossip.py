@@ -14,6 +14,7 @@ import torch
 
 from tests.process.launch import outcomes, run_ranks
 from tests.process.models import flat_parameters, loss_of, make
+from tests.timing import timing
 from thinwire.gossip import METHODS
 from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.gossip import Gossip
@@ -284,6 +285,7 @@ def test_a_dead_node_is_named_to_all_others_within_five_seconds() -> None:
 
 
 @pytest.mark.parametrize("method", ["dpsgd", "dcd", "ecd", "choco", "deepsqueeze"])
+@timing
 def test_those_that_are_left_go_on_without_it(method: str) -> None:
     ended = outcomes(lose, 6, method=method, on_failure="continue")
     assert ended[2].exitcode == -9

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.process.launch import LoopbackStore, RankFailed, outcomes, run_ranks
+from tests.timing import timing
 from thinwire.errors import LinkError, LinkTimeout, PeerLost, PlanMismatch, RemoteError
 from thinwire.link import address, connection, frames, rendezvous, tcp, transfer
 from thinwire.link.base import Link
@@ -201,6 +202,7 @@ def wait_for_nothing(rank: int, kind: str) -> tuple[str, str, float]:
 
 
 @both_links
+@timing
 def test_a_timeout_names_rank_peer_step_and_collective(kind: str) -> None:
     error, text, seconds = run_ranks(wait_for_nothing, 2, kind=kind)[0]
     assert error == "LinkTimeout"
@@ -260,6 +262,7 @@ def be_interrupted(rank: int, kind: str) -> float:
 
 
 @both_links
+@timing
 def test_ctrl_c_is_heard_within_a_second_of_waiting(kind: str) -> None:
     assert run_ranks(be_interrupted, 2, kind=kind)[0] < 1.0
 
@@ -676,6 +679,7 @@ def lose_rank_1(rank: int, with_child: bool) -> tuple[str, str, int, float, bool
 
 
 @pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with a forked child"])
+@timing
 def test_a_killed_rank_is_named_by_all_survivors_within_two_seconds(with_child: bool) -> None:
     ended = outcomes(lose_rank_1, 3, with_child=with_child)
     assert ended[1].exitcode == -signal.SIGKILL
@@ -883,6 +887,7 @@ def leave_someone_who_does_not_listen(rank: int) -> float:
     return seconds
 
 
+@timing
 def test_close_gives_up_on_a_peer_that_takes_nothing() -> None:
     assert 0.5 <= run_ranks(leave_someone_who_does_not_listen, 2)[0] < 3
 
@@ -903,6 +908,7 @@ def close_in_turn(rank: int) -> list[float]:
     return seconds
 
 
+@timing
 def test_closing_takes_milliseconds_whoever_goes_first() -> None:
     for seconds in run_ranks(close_in_turn, 3):
         assert sorted(seconds)[len(seconds) // 2] < 0.1 and max(seconds) < 1.0

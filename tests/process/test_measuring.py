@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.process.launch import outcomes, run_ranks
+from tests.timing import timing
 from thinwire.errors import LinkError
 from thinwire.link import connection, frames
 from thinwire.link.base import Reading
@@ -81,6 +82,7 @@ def compute_without_letting_go(seconds: float) -> None:
         sum(range(1_000_000))
 
 
+@timing
 def test_a_peer_that_computes_answers() -> None:
     found, _ = run_ranks(probe_a_computing_peer, 2, compute=compute_in_python, number=20, pause=0.005)
     assert len(found) >= 20
@@ -88,6 +90,7 @@ def test_a_peer_that_computes_answers() -> None:
 
 
 @linux
+@timing
 def test_the_time_for_which_a_probe_lay_with_a_busy_peer_is_left_out() -> None:
     found, _ = run_ranks(probe_a_computing_peer, 2, compute=compute_without_letting_go, number=5, pause=0.2)
     assert len(found) >= 5
@@ -107,6 +110,7 @@ def probe_without_stamps(rank: int) -> list[float]:
     return found
 
 
+@timing
 def test_round_trips_are_seen_where_the_kernel_tells_no_times() -> None:
     for found in run_ranks(probe_without_stamps, 2):
         assert len(found) >= 5 and min(found) < 0.005
@@ -242,6 +246,7 @@ def be_killed_while_probed(rank: int) -> tuple[str, float]:
     return "", 0.0
 
 
+@timing
 def test_a_killed_peer_is_found_by_the_next_wait_and_never_by_a_probe() -> None:
     survivor, killed = outcomes(be_killed_while_probed, 2)
     assert killed.exitcode == -signal.SIGKILL
