@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire.control.adaptive import Adaptive
     from thinwire.train.checkpoint import Checkpoint
     from thinwire.train.ddp import attach
+    from thinwire.train.explore import Explorer
     from thinwire.train.gossip import Gossip
     from thinwire.train.sync import Synchronizer
     from thinwire.types import Network, Plan, StepRecord
@@ -26,6 +27,7 @@ __all__ = [
     "Adaptive",
     "Checkpoint",
     "CheckpointError",
+    "Explorer",
     "Gossip",
     "LinkError",
     "LinkTimeout",
@@ -46,6 +48,7 @@ __all__ = [
 _HOMES = {
     "Adaptive": "thinwire.control.adaptive",
     "Checkpoint": "thinwire.train.checkpoint",
+    "Explorer": "thinwire.train.explore",
     "Gossip": "thinwire.train.gossip",
     "Network": "thinwire.types",
     "Plan": "thinwire.types",

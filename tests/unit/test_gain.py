@@ -197,3 +197,24 @@ def test_a_gain_of_old_is_forgotten_when_only_histograms_come() -> None:
     for _ in range(10):
         curve = curve.with_kept(0.1, 0.8)
     assert curve == _curve([(0.1, 0.8)] * 10, [])
+
+
+def test_ratios_that_were_tried_out_have_the_gain_that_was_found_and_others_lie_between() -> None:
+    found = dict(zip(CANDIDATES, (0.8, 0.5, 0.3, 0.2, 0.1), strict=True))
+    curve = GainCurve().with_measured("star-topk", 0.01, 0.2).with_explored("star-topk", found)
+    for ratio, gain in found.items():
+        assert curve.gain("star-topk", ratio) == pytest.approx(gain, rel=1e-3)
+    for low, high in itertools.pairwise(sorted(found)):
+        assert found[low] < curve.gain("star-topk", math.sqrt(low * high)) < found[high]
+    assert curve.gain("topk-allgather", 0.01) > curve.gain("star-topk", 0.01)
+    assert GainCurve.from_json(json.loads(json.dumps(curve.to_json()))) == curve
+
+
+def test_a_gain_that_has_changed_since_ratios_were_tried_out_is_noticed() -> None:
+    curve = GainCurve()
+    assert curve.since_explored() == math.inf
+    curve = curve.with_measured("star-topk", 0.01, 0.2).with_explored("star-topk", dict.fromkeys(CANDIDATES, 0.5))
+    assert curve.since_explored() == pytest.approx(1, rel=1e-3)
+    for _ in range(20):
+        curve = curve.with_measured("star-topk", 0.01, 0.1)
+    assert curve.since_explored() < 0.9

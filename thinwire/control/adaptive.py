@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from thinwire.control import pareto
 from thinwire.control.computing import compress_seconds
+from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import POWERS, safe_gain, steps_factor
 from thinwire.control.prices import Prices, Way
 from thinwire.control.view import View, way_of
@@ -24,6 +25,7 @@ from thinwire.types import Network, Plan
 Floats = NDArray[np.float64]
 
 OBJECTIVES = ("goodput", "seconds", "knee")
+EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 13
 
@@ -138,6 +140,9 @@ class Adaptive:
         least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
             comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe
             (control/learning.py), and for nothing where only seconds count.
+        explore: how the gain at other ratios is known. "histogram": from one pass over the gradient's magnitudes and
+            from what was sent, which costs nothing and disturbs nothing. "restore" is Tyagi & Swany's: each candidate
+            is tried out for some steps, which are then undone; it needs a `thinwire.Explorer` in the loop.
         solver: how "knee" finds the front: "sweep", or "nsga2" with thinwire[moo].
     """
 
@@ -151,6 +156,7 @@ class Adaptive:
     margin: float = 0.03
     patience: int = 5
     least_gain: float | None = None
+    explore: str = "histogram"
     solver: str = "sweep"
 
     def __post_init__(self) -> None:
@@ -159,6 +165,8 @@ class Adaptive:
             raise ValueError(f"ratios must be two numbers with 0 < low <= high <= 1, got {self.ratios}.")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.objective!r}. Known are: {', '.join(OBJECTIVES)}.")
+        if self.explore not in EXPLORING:
+            raise ValueError(f"unknown explore {self.explore!r}. Known are: {', '.join(EXPLORING)}.")
         if self.solver not in pareto.SOLVERS:
             raise ValueError(f"unknown solver {self.solver!r}. Known are: {', '.join(pareto.SOLVERS)}.")
         if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= POWERS.keys():
@@ -209,6 +217,18 @@ class Adaptive:
             seconds=decision.seconds,
         )
 
+    def wants_exploring(self, view: View) -> bool:
+        """Whether the candidate ratios should be tried out: first, and when the gain has changed since."""
+        if self.explore != "restore" or view.network is None:
+            return False
+        return abs(view.gains.since_explored() - 1) >= self.gain_change
+
+    def to_explore(self, plan: Plan) -> tuple[str, tuple[float, ...]]:
+        """The exchange to try out, the one in force if it compresses, and the ratios: the candidates within bounds."""
+        low, high = self.ratios
+        within = tuple(ratio for ratio in CANDIDATES if low <= ratio <= high)
+        return plan.exchange if plan.exchange in self.exchanges else self.exchanges[0], within or (high, low)
+
     # --- when
 
     def _trigger(self, view: View, standing: Standing, step: int, prices: Prices) -> str | None:
@@ -229,8 +249,10 @@ class Adaptive:
         now = self.judge(standing.plan, view, view.network, prices)
         if now.gain < self._least_gain(standing.plan.exchange):
             return f"gain would fall to {now.gain:.2g}, under the least allowed"
-        if standing.gain is None or _changed(standing.gain, now.gain, self.gain_change):
-            return f"gain went from {standing.gain or math.nan:.2g} to {now.gain:.2g}"
+        if standing.gain is None:
+            return "ratios were tried out"
+        if _changed(standing.gain, now.gain, self.gain_change):
+            return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
             return f"a step went from {standing.seconds * 1e3:.3g} to {now.seconds * 1e3:.3g} ms"
         return None

@@ -13,6 +13,9 @@ for every model and every exchange e, with one number A that depends on the mode
 not: with an error of RMS_ERROR in the logarithm. It goes as c^s where it is small, is 1 at c = 1, continuous and never
 falling. A comes from G_0 where something has been sent lately, else from the histogram of gradients without error,
 A = -UNDER_ERROR log(1 - K(0.1)).
+
+Where the candidate ratios have been tried out (train/explore.py), A is no longer one number: it is what was found at
+each of them, a straight line in log c between two, and constant beyond.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from thinwire.control.agreement import rounded
 
@@ -53,6 +58,8 @@ class GainCurve:
         kept: K by ratio, smoothed.
         rate: A by what was really sent, smoothed; None if nothing was, or not lately.
         unmeasured: how many samples of K came since the last one of the rate.
+        explored: A by ratio where ratios were tried out, the smallest first.
+        explored_at: A when they were, by what was sent then.
 
     >>> curve = GainCurve().with_measured("star-topk", 0.01, 0.1)
     >>> [round(curve.gain("topk-allgather", ratio), 3) for ratio in (0.1, 0.01, 0.001)]
@@ -62,6 +69,8 @@ class GainCurve:
     kept: Mapping[float, float] = field(default_factory=dict)
     rate: float | None = None
     unmeasured: int = 0
+    explored: Mapping[float, float] = field(default_factory=dict)
+    explored_at: float | None = None
 
     def with_kept(self, ratio: float, share: float) -> GainCurve:
         """After a histogram told which share of the energy the largest entries of x hold at this ratio."""
@@ -76,16 +85,25 @@ class GainCurve:
         """After an exchange at this ratio sent this share of the energy."""
         if exchange not in SHAPES or not 0 < gain <= 1 or not 0 < ratio < 1:
             return self
-        rate = -math.log1p(-min(max(gain, _LEAST), _MOST)) / _shape(exchange, ratio)
+        rate = _rate_of(exchange, ratio, gain)
         # From what was expected on, slowly: after a change of ratio the error takes its time to follow.
-        expected = self._rate() if self.kept or self.rate is not None else rate
+        expected = self._rate_now() if self.kept or self.rate is not None else rate
         return replace(self, rate=rounded(expected * math.pow(rate / expected, _NEWEST_MEASURED)), unmeasured=0)
+
+    def with_explored(self, exchange: str, gains: Mapping[float, float]) -> GainCurve:
+        """After each of these ratios was tried out and was found to send so much."""
+        found = {ratio: rounded(_rate_of(exchange, ratio, gains[ratio])) for ratio in sorted(gains)}
+        return replace(self, explored=found, explored_at=rounded(self._rate_now()))
+
+    def since_explored(self) -> float:
+        """How many times larger A is, by what is sent, than when ratios were last tried out; infinite if never."""
+        return math.inf if self.explored_at is None else self._rate_now() / self.explored_at
 
     def gain(self, exchange: str, ratio: float) -> float:
         """The share of the energy that this exchange sends at this ratio, once it has run for a while."""
         if exchange == "dense" or ratio >= 1:
             return 1.0
-        return -math.expm1(-self._rate() * _shape(exchange, ratio))
+        return -math.expm1(-self._rate_at(ratio) * _shape(exchange, ratio))
 
     def points(self) -> list[tuple[float, float]]:
         """The candidate ratios and the gain of the exact top-k at each."""
@@ -93,20 +111,40 @@ class GainCurve:
 
     def to_json(self) -> dict[str, Any]:
         kept = [[ratio, share] for ratio, share in self.kept.items()]
-        return {"kept": kept, "rate": self.rate, "unmeasured": self.unmeasured}
+        explored = [[ratio, rate] for ratio, rate in self.explored.items()]
+        return {
+            "kept": kept,
+            "rate": self.rate,
+            "unmeasured": self.unmeasured,
+            "explored": explored,
+            "explored_at": self.explored_at,
+        }
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> GainCurve:
         kept = {float(ratio): float(share) for ratio, share in state["kept"]}
-        rate = None if state["rate"] is None else float(state["rate"])
-        return cls(kept=kept, rate=rate, unmeasured=int(state["unmeasured"]))
+        explored = {float(ratio): float(rate) for ratio, rate in state["explored"]}
+        rate, explored_at = (None if state[key] is None else float(state[key]) for key in ("rate", "explored_at"))
+        return cls(
+            kept=kept, rate=rate, unmeasured=int(state["unmeasured"]), explored=explored, explored_at=explored_at
+        )
 
-    def _rate(self) -> float:
+    def _rate_at(self, ratio: float) -> float:
+        if not self.explored:
+            return self._rate_now()
+        logs = [math.log(known) for known in self.explored]
+        return float(np.interp(math.log(ratio), logs, list(self.explored.values())))
+
+    def _rate_now(self) -> float:
         if self.rate is not None:
             return self.rate
         if _LARGEST in self.kept:
             return -UNDER_ERROR * math.log1p(-min(max(self.kept[_LARGEST], _LEAST), _MOST))
         return USUAL_RATE
+
+
+def _rate_of(exchange: str, ratio: float, gain: float) -> float:
+    return -math.log1p(-min(max(gain, _LEAST), _MOST)) / _shape(exchange, ratio)
 
 
 def _shape(exchange: str, ratio: float) -> float:

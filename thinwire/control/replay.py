@@ -29,6 +29,10 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
             controller = controller or _recorded(record["controller"])
         elif record["kind"] == "resumed":
             view, standing = View.from_json(record["view"]), Standing.from_json(record["standing"])
+        elif record["kind"] == "explored" and standing is not None:
+            gains = {float(ratio): float(gain) for ratio, gain in record["gains"]}
+            view = replace(view, gains=view.gains.with_explored(record["exchange"], gains))
+            standing = replace(standing, gain=None)
         elif record["kind"] == "heard" and prices is not None:
             seen = Seen.from_json(record)
             standing = replace(standing, plan=seen.plan) if standing else Standing(plan=seen.plan)

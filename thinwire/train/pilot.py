@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -259,6 +259,23 @@ class Pilot:
             self.records.write("decision", **decision.to_json(), confidence=confidence)  # that of the rank that writes
         if decision.plan != decision.before and self.link.rank == 0:
             log.info("step %d: %s instead of %s, because %s", step, decision.plan, decision.before, decision.trigger)
+
+    # --- trying out
+
+    @property
+    def wants_exploring(self) -> bool:
+        return self.controller is not None and self.controller.wants_exploring(self.view)
+
+    def explored(self, exchange: str, gains: Mapping[float, float]) -> None:
+        """Take in what was found by trying out ratios, the same on every rank, and think again at the next chance.
+
+        What that took is no step's time.
+        """
+        self.view = replace(self.view, gains=self.view.gains.with_explored(exchange, gains))
+        self.standing = replace(self.standing, gain=None)
+        self._last_end, self._before, self._times = math.nan, None, (0.0, 0.0, 0.0)
+        if self.records is not None:
+            self.records.write("explored", exchange=exchange, gains=[[ratio, gain] for ratio, gain in gains.items()])
 
     # --- the first look, before any gradient
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
 _STATE_VERSION = 1
 _STEPS_COMPARED = 16
+_STEPS_UNEXPLORED = 100
 _LINKS = {"tcp": TcpLink, "process": ProcessLink}
 
 
@@ -281,6 +283,41 @@ class Synchronizer:
         """Take in what all ranks told of the last step they told of: from the next step on another plan may run."""
         with self._steering:
             self._pilot.hear(told, self.step)
+        if self.step == _STEPS_UNEXPLORED and self.wants_exploring and self.network is not None:
+            warnings.warn(
+                'Adaptive(explore="restore") needs a thinwire.Explorer to run the steps, and none has tried anything '
+                "out so far. The gains are those of the histogram.",
+                stacklevel=2,
+            )
+
+    @property
+    def controller(self) -> Adaptive | None:
+        """What decides; None where the plan is fixed."""
+        return self._pilot.controller
+
+    @property
+    def wants_exploring(self) -> bool:
+        """Whether an `Explorer` should try out ratios now; the same on all ranks."""
+        return self._pilot.wants_exploring
+
+    @contextmanager
+    def trying(self, exchange: str, ratio: float) -> Iterator[None]:
+        """Run the steps within by another plan, without counting, recording or learning from them.
+
+        The error is not put back: whoever tries something out keeps a copy of all that it changes.
+        """
+        pilot, records, counts = self._pilot, self._records, (self.step, self.skipped, self.last)
+        self._pilot = Pilot(self.link, pilot.prices, None, complete(exchange, ratio))
+        self._records = None
+        try:
+            yield
+        finally:
+            self._pilot, self._records = pilot, records
+            self.step, self.skipped, self.last = counts
+
+    def explored(self, exchange: str, gains: Mapping[float, float]) -> None:
+        """Take in the gain that this exchange was found to have at each ratio. Call on all ranks with equal numbers."""
+        self._pilot.explored(exchange, gains)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on as if nothing had happened: numbers, and tensors by parameter name."""
