@@ -11,13 +11,15 @@ lab, and keeps the parameters now and then. Accuracy is worked out afterwards, s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +31,24 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire import records as thinwire_records
 from thinwire.bench.machine import describe_machine
-from thinwire.lab import profiles
-from thinwire.lab.lab import Lab
+from thinwire.lab import profiles, registry
+from thinwire.lab.lab import Lab, ask, visit
 from thinwire.lab.run import run
+from thinwire.lab.schedule import Schedule
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "time_to_accuracy.json"
-HOSTS, BATCH, RATE = 8, 32, 0.05
-SECONDS, KEPT_EVERY, TESTED = 80.0, 2.0, 2500
+HOSTS, BATCH, RATE = 8, 16, 0.05
+SECONDS, KEPT_EVERY, TESTED = 45.0, 1.5, 2500
 TARGETS = (0.80, 0.84, 0.86)
 PLACES = ("/usr/share/datasets/fashion-mnist", "/usr/share/dataset-fashion-mnist", "/usr/share/fashion-mnist")
 
 # Scaled so that this small model meets the paper's ratio of computing to sending, and in the time of a run.
 NETWORKS: dict[str, dict[str, float]] = {
-    "c1": {"scale": 50, "speed": 500 / SECONDS},
-    "c2": {"scale": 50, "speed": 500 / SECONDS},
+    "c1": {"scale": 200, "speed": 500 / SECONDS},
+    "c2": {"scale": 200, "speed": 500 / SECONDS},
     "unpredictable": {"scale": 2, "speed": 2},
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -54,10 +58,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "ddp-powersgd": {"hook": "powersgd"},
     "dense-ring": {"exchange": "dense", "collective": "ring"},
     "allgather-0.1": {"exchange": "topk-allgather", "ratio": 0.1},
+    "allgather-0.03": {"exchange": "topk-allgather", "ratio": 0.03},
     "allgather-0.01": {"exchange": "topk-allgather", "ratio": 0.01},
+    "allgather-0.003": {"exchange": "topk-allgather", "ratio": 0.003},
     "star-ring-0.1": {"exchange": "star-topk", "collective": "ring", "ratio": 0.1},
     "star-tree-0.1": {"exchange": "star-topk", "collective": "tree", "ratio": 0.1},
-    "star-ring-0.01": {"exchange": "star-topk", "collective": "ring", "ratio": 0.01},
+    "star-ring-0.03": {"exchange": "star-topk", "collective": "ring", "ratio": 0.03},
     "star-tree-0.01": {"exchange": "star-topk", "collective": "tree", "ratio": 0.01},
 }
 
@@ -90,9 +96,11 @@ def one_run(network: str, method: str, seed: int) -> dict[str, Any]:
     """Train once; give accuracies over time, and what was sent."""
     shape = NETWORKS[network]
     schedule = profiles.schedule(network, HOSTS).scaled(shape["scale"]).faster(shape["speed"])
-    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, schedule, seed=seed) as lab:
-        out = Path(folder) / "run.pt"
-        config = json.dumps({"method": method, "seed": seed, "out": str(out)})
+    first = replace(schedule, changes=tuple(change for change in schedule.changes if change.at == 0), repeat=0.0)
+    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, first, seed=seed) as lab:
+        out, ready = Path(folder) / "run.json", Path(folder) / "ready"
+        config = json.dumps({"method": method, "seed": seed, "out": str(out), "ready": str(ready)})
+        threading.Thread(target=play, args=(lab, schedule, ready), daemon=True).start()
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", config]
         code = run(lab, command)
         if code:
@@ -100,6 +108,19 @@ def one_run(network: str, method: str, seed: int) -> dict[str, Any]:
         result = json.loads(out.read_text())
     print(f"{network} {method} {seed}: {result['steps']} steps, accuracy {result['accuracy'][-1][1]:.3f}", flush=True)
     return result
+
+
+def play(lab: Lab, schedule: Schedule, ready: Path) -> None:
+    """Let the network change as its schedule says, from the moment on at which the hosts begin to train."""
+    while not ready.exists():
+        time.sleep(0.01)
+    begin = time.monotonic()
+    _, folder = registry.find(lab.id)
+    with suppress(OSError), visit(folder) as relay:  # until the lab ends
+        for change in schedule.changes:
+            if change.at > 0:
+                time.sleep(max(0.0, begin + change.at - time.monotonic()))
+                ask(relay, {"do": "change", "change": change.to_json()})
 
 
 def print_table(runs: dict[str, Any]) -> None:
@@ -132,7 +153,7 @@ def _mean(times: list[float | None]) -> str:
 # --- on the hosts
 
 
-def train(method: str, seed: int, out: str) -> None:
+def train(method: str, seed: int, out: str, ready: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -143,8 +164,10 @@ def train(method: str, seed: int, out: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     order = torch.Generator().manual_seed(1000 * seed + rank)
     kept, records = [(0.0, parameters(model))], []
-    begin, steps = time.monotonic(), 0
-    over = torch.zeros(1)
+    steps, over = 0, torch.zeros(1)
+    dist.barrier()
+    Path(ready).touch()
+    begin = time.monotonic()
     while not over:
         batch = torch.randint(len(images), (BATCH,), generator=order)
         optimizer.zero_grad()
@@ -160,8 +183,9 @@ def train(method: str, seed: int, out: str) -> None:
             over[0] = float(elapsed > SECONDS)
             dist.broadcast(over, 0)
     if rank == 0:
+        torch.set_num_threads(2)  # the others have ended, or wait for us
         curve = [[round(at, 2), accuracy(flat)] for at, flat in kept]
-        result = {"steps": steps, "accuracy": curve, "plans": records}
+        result = {"steps": steps, "accuracy": curve, "plans": records, "decisions": decisions(out)}
         Path(out).write_text(json.dumps(result))
     if comm is not None:
         comm.close()
@@ -172,13 +196,23 @@ def train(method: str, seed: int, out: str) -> None:
 def attach(model: DistributedDataParallel, method: str, rank: int, out: str) -> Any:
     plan = METHODS[method]
     if "hook" not in plan:
-        return thinwire.attach(model, **plan)
+        return thinwire.attach(model, **plan, records=f"{out}.records")
     if plan["hook"] == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif plan["hook"] == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return None
+
+
+def decisions(out: str) -> list[dict[str, Any]]:
+    """What the run decided, and why, without the candidates."""
+    path = Path(f"{out}.records")
+    if not path.exists():
+        return []
+    left_out = ("kind", "candidates", "gains", "confidence", "before")
+    found = [record for record in thinwire_records.read(path) if record["kind"] == "decision"]
+    return [{key: value for key, value in record.items() if key not in left_out} for record in found]
 
 
 def net() -> nn.Module:
@@ -214,7 +248,7 @@ def accuracy(flat: torch.Tensor) -> float:
 def fashion(part: str) -> tuple[torch.Tensor, torch.Tensor]:
     """IDX files, as Debian's package dataset-fashion-mnist installs them."""
     for place in map(Path, PLACES):
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             images, labels = (_idx(place / f"{part}-{name}-ubyte.gz") for name in ("images-idx3", "labels-idx1"))
             pixels = torch.from_numpy(images[16:].copy()).view(-1, 1, 28, 28).float() / 255
             return (pixels - 0.286) / 0.353, torch.from_numpy(labels[8:].copy()).long()

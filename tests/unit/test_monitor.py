@@ -157,6 +157,22 @@ def test_a_change_of_rate_is_followed_within_six_steps(factor: float) -> None:
     assert network.steps_until(lambda: near[0] < value(network.monitor.beta()) < near[1]) <= 6
 
 
+def test_a_rate_that_falls_far_is_known_after_two_long_steps() -> None:
+    monitor = Monitor(4)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(1_000_000, 0.05),)), 0)
+    for _ in range(2):
+        monitor.note(Reading(stretches=(Stretch(1_000_000, 1.25),)), 0)
+    assert value(monitor.beta()) == pytest.approx(1.25e-6)
+
+
+def test_one_step_at_another_rate_is_a_blip() -> None:
+    monitor = Monitor(4)
+    for seconds in (0.05, 0.05, 0.05, 1.25, 0.05, 0.05, 0.01, 0.05):
+        monitor.note(Reading(stretches=(Stretch(1_000_000, seconds),)), 0)
+        assert value(monitor.beta()) == pytest.approx(5e-8)
+
+
 def test_a_rise_is_followed_although_each_of_many_peers_is_asked_seldom() -> None:
     network = Network(world_size=16)
     network.steps(40, nbytes=20_000)  # pays for one probe a step

@@ -76,7 +76,7 @@ class Decision:
     Attributes:
         step: the first step that runs by it.
         trigger: what had changed, in words.
-        rest: the seconds of a step outside its exchange, 0 before any was measured.
+        rest: the seconds of a step outside its exchange.
         compress: what of `seconds` is our own computing.
         candidates: every way at its best ratio, and what was chosen, the best first.
         before: what ran until then.
@@ -200,7 +200,7 @@ class Adaptive:
             seconds=chosen.seconds,
             alpha=view.network.alpha,
             beta=view.network.beta,
-            rest=view.rest.value if view.rest else 0.0,
+            rest=view.rest_seconds,
             compress=float(self._computing(way_of(chosen.plan), np.array([chosen.plan.ratio]), view, prices)[0]),
             gain=chosen.gain,
             gains={f"{ratio:g}": gain for ratio, gain in view.gains.points()},
@@ -292,9 +292,8 @@ class Adaptive:
     def _judged(
         self, way: Way, ratios: Floats, price: Floats, learning: tuple[Floats, Floats], view: View, prices: Prices
     ) -> _Judged:
-        rest = view.rest.value if view.rest else 0.0
         computing = self._computing(way, ratios, view, prices)
-        seconds = rest + np.maximum(price + computing + view.extra_of(way), 0.0)
+        seconds = view.rest_seconds + np.maximum(price + computing + view.extra_of(way), 0.0)
         return _Judged(way, ratios, seconds, *learning)
 
     def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:

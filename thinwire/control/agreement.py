@@ -1,11 +1,12 @@
 """How ranks that each see a network of their own come to hold one number, without a message for it.
 
-Every rank tells how far its own estimate is from what was agreed so far, within bounds,
-    off_r = clip(log(own_r / agreed), -log 4, log 4)  with known_r = 1,   or off_r = known_r = 0 if it has no estimate,
+Every rank tells how far its own estimate is from what was agreed so far, on a scale that ends at S,
+    off_r = g(log(own_r / agreed)),  g(d) = d / (1 + |d| / S),  known_r = 1,   or off_r = known_r = 0 if it has none,
 the sums ride on the next exchange, and all ranks move together:
-    agreed <- agreed exp(sum off_r / sum known_r).
-The bounds make it an estimate in Huber's sense (1964): a rank that is absurdly wrong drags N - 1 others along by a
-factor of at most 4^(1 / (N - 1)). A true change by a factor c is followed in log_4 c steps.
+    agreed <- agreed exp(g^-1(sum off_r / sum known_r)).
+If all see the same number, that is where they are after one step, however far it is. The scale makes it an estimate in
+Huber's sense (1964): a rank that is absurdly wrong drags N - 1 others along by a factor of at most exp(S / (N - 2)),
+1.6 for one of four and 1.17 for one of eight.
 
 The result is rounded to seven digits, since mathematical libraries differ in the last: ranks on different machines then
 hold the same bits, and should they ever differ, the next steps bring them together again, as they do with all numbers
@@ -18,7 +19,8 @@ import math
 
 from thinwire.types import Network
 
-MOST = math.log(4.0)
+S = math.log(4.0) * 2 / 3
+FARTHEST = 20.0  # that a step can go: from 1 to e^20
 START = Network(alpha=1e-3, beta=8e-9)  # a first number to be far from: 1 ms, 1 Gbit/s
 ALPHAS, BETAS = (1e-7, 100.0), (1e-13, 1.0)  # what can be believed
 
@@ -29,7 +31,7 @@ def off(own: float | None, agreed: float | None, start: float, believed: tuple[f
         return 0.0, 0.0
     if agreed is None:
         return math.log(own / start), 1.0
-    return min(MOST, max(-MOST, math.log(own / agreed))), 1.0
+    return _told(math.log(own / agreed)), 1.0
 
 
 def moved(
@@ -38,9 +40,21 @@ def moved(
     """Where all ranks go, from the sums of what they told. Sums that cannot be, as from broken ranks, move nobody."""
     if not 1 <= known_sum < math.inf or not math.isfinite(off_sum):
         return agreed
-    base, farthest = (start, 100.0) if agreed is None else (agreed, MOST)
-    value = base * math.exp(min(farthest, max(-farthest, off_sum / known_sum)))
+    mean = off_sum / known_sum
+    distance = mean if agreed is None else _heard(mean)
+    value = (start if agreed is None else agreed) * math.exp(min(FARTHEST, max(-FARTHEST, distance)))
     return rounded(min(believed[1], max(believed[0], value)))
+
+
+def _told(distance: float) -> float:
+    """g."""
+    return distance / (1 + abs(distance) / S)
+
+
+def _heard(mean: float) -> float:
+    """g^-1; what lies beyond the scale is far."""
+    left = 1 - abs(mean) / S
+    return mean / left if left > abs(mean) / FARTHEST else math.copysign(FARTHEST, mean)
 
 
 def rounded(value: float) -> float:

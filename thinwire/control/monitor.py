@@ -7,7 +7,8 @@ and a stretch of b bytes that came in without a pause takes b beta.
 Noise has a side. Nothing makes a round trip shorter than it is, and everything else (a queue, a process that is not let
 run) makes it longer: so alpha is taken from the least of the last few. When the network itself becomes slower, that
 least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten. A rate
-errs both ways (senders that serve several at once, packets in bunches), so beta is a median over the last few steps.
+errs both ways (senders that serve several at once, packets in bunches), so beta is a median over the last few steps;
+two in a row that are long, alike, and far from those before are a change, and the ones before are forgotten.
 
 Only numbers come in here, and whatever they are, none goes out that cannot be.
 """
@@ -38,6 +39,7 @@ IN_A_ROW_FOR_SURE = 5  # although no two of them are alike, or for one peer amon
 FIRST_LOOKS = 5  # at an estimate that is still to be found, before it can have changed
 NOTICEABLE = 0.1  # the relative difference that a change makes
 LONG_STRETCH = 0.02  # seconds after which a rate becomes no more certain
+ALIKE, FAR = 1.2, 1.4  # the ratio up to which two rates are alike, and from which on they are of different networks
 OLD_SECONDS = 10.0  # after which a sample is half as certain
 LONG_AGO_SECONDS = 30.0  # after which a round trip is no reason any more to disbelieve a longer one that was delayed
 
@@ -292,6 +294,19 @@ class Monitor:
             while self._rates and self._rates[0].step < self._step - STEPS_OLD:
                 self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
             self._rates.append(_Sample(self._step, now, weighted_quantile(rates, 0.6), weight))
+            self._forget_before_a_jump()
+
+    def _forget_before_a_jump(self) -> None:
+        """Do not wait for the median to follow where the last two steps leave no doubt."""
+        if len(self._rates) < 3:
+            return
+        *before, first, second = self._rates
+        if min(first.weight, second.weight) < 0.5:
+            return
+        usual = weighted_quantile([(sample.value, sample.weight) for sample in before], 0.5)
+        fell, rose = max(first.value, second.value) * FAR < usual, min(first.value, second.value) > usual * FAR
+        if (fell or rose) and _ratio(first.value, second.value) <= ALIKE:
+            self._rates = deque([first, second], maxlen=STEPS_KEPT)
 
     def _trust(self, samples: Iterable[_Sample], value: float, wanted: int) -> tuple[float, int, float]:
         """Confidence, number and age of the samples behind a value."""
@@ -300,6 +315,11 @@ class Monitor:
         spread = statistics.median(abs(sample.value / value - 1) for sample in kept)
         enough = sum(sample.weight for sample in kept) / wanted
         return min(1.0, enough) / (1 + spread) * 2 ** (-age / OLD_SECONDS), len(kept), age
+
+
+def _ratio(a: float, b: float) -> float:
+    """Of the larger to the smaller."""
+    return max(a, b) / min(a, b)
 
 
 def _is_within(value: float, bounds: tuple[float, float]) -> bool:

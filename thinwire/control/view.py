@@ -8,7 +8,9 @@ A step's time is taken apart as
 with `rest` the user's own work, `price` the schedule played on the wire, `compress` a model of our own work times a
 measured factor, and `extra` what an exchange was measured to take beyond that: waiting for slower ranks, what a message
 costs in software, what TCP makes of a wire. What all ways have in common is in the extra of any of them, so a way that
-has not run yet is given the least that was seen.
+has not run yet is given the least that was seen. When the network changes, the first steps after it seem to take far
+too long or too short, until the change is known: so what was beyond a price is believed some steps later, and only if
+latency and rate are then still what they were.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from thinwire.types import Network, Plan, Told
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
 NOTICEABLE = 0.15  # of its price: an exchange that takes so much less than it did was not just lucky
+USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
+HELD_BACK = 4  # steps until what was beyond a price is believed
+UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -95,6 +100,19 @@ def _has_moved(before: float | None, after: float | None) -> bool:
     return before is not None and after is not None and abs(after - before) > MOVING * before
 
 
+class Beyond(NamedTuple):
+    """What an exchange took beyond its price and its computing, and the network as it was held to be then."""
+
+    way: str
+    seconds: float
+    alpha: float
+    beta: float
+
+    def is_of(self, network: Network) -> bool:
+        ratios = (self.alpha / network.alpha, self.beta / network.beta)
+        return all(1 / UNCHANGED <= ratio <= UNCHANGED for ratio in ratios)
+
+
 def _faster(network: Network, price: float, change: float, way: Way, ratio: float, prices: Prices) -> float:
     """The time per byte at which an exchange takes so much less than it did. At most halved at once.
 
@@ -113,6 +131,7 @@ class View:
         settling: for how many steps latency or rate have been on the move.
         rest: a step without its exchange.
         extra: by way, what an exchange takes beyond its price and its computing.
+        held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
     """
@@ -122,6 +141,7 @@ class View:
     settling: int = 0
     rest: Running | None = None
     extra: Mapping[str, Running] = field(default_factory=dict)
+    held_back: tuple[Beyond, ...] = ()
     compress: Mapping[str, Running] = field(default_factory=dict)
     gains: GainCurve = field(default_factory=GainCurve)
 
@@ -130,6 +150,10 @@ class View:
         if self.alpha is None or self.beta is None:
             return None
         return Network(alpha=self.alpha, beta=self.beta)
+
+    @property
+    def rest_seconds(self) -> float:
+        return self.rest.value if self.rest else USUAL_REST
 
     def after(self, seen: Seen, prices: Prices) -> View:
         """The view one step later."""
@@ -160,7 +184,7 @@ class View:
         self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
     ) -> View:
         way, network = way_of(plan), self.network
-        factors, extras, beta = dict(self.compress), dict(self.extra), self.beta
+        factors, extras, held_back, beta = dict(self.compress), dict(self.extra), self.held_back, self.beta
         modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
         if modelled > 0 and compress > 0:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
@@ -171,8 +195,14 @@ class View:
             if too_fast and not rate_is_new and usual is not None and way.collective != "torch":
                 beta = _faster(network, price, beyond - usual.value, way, plan.ratio, prices)
             else:
-                extras[str(way)] = _after(usual, beyond)  # type: ignore[assignment]
-        return replace(self, rest=_after(self.rest, step - exchange), compress=factors, extra=extras, beta=beta)
+                held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
+            if len(held_back) > HELD_BACK:
+                oldest, *others = held_back
+                held_back = tuple(others)
+                if oldest.is_of(network):
+                    extras[oldest.way] = _after(extras.get(oldest.way), oldest.seconds)  # type: ignore[assignment]
+        rest = _after(self.rest, step - exchange)
+        return replace(self, rest=rest, compress=factors, extra=extras, held_back=held_back, beta=beta)
 
     # --- what follows from it
 
@@ -199,6 +229,7 @@ class View:
             "settling": self.settling,
             "rest": plain(self.rest),
             "extra": {key: plain(value) for key, value in self.extra.items()},
+            "held_back": [list(beyond) for beyond in self.held_back],
             "compress": {key: plain(value) for key, value in self.compress.items()},
             "gains": self.gains.to_json(),
         }
@@ -217,6 +248,7 @@ class View:
             settling=int(state["settling"]),
             rest=running(state["rest"]),
             extra=runnings(state["extra"]),
+            held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
             compress=runnings(state["compress"]),
             gains=GainCurve.from_json(state["gains"]),
         )
