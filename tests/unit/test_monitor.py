@@ -166,6 +166,13 @@ def test_a_rate_that_falls_far_is_known_after_two_long_steps() -> None:
     assert value(monitor.beta()) == pytest.approx(1.25e-6)
 
 
+def test_two_steps_with_little_to_send_are_no_change_yet() -> None:
+    monitor = Monitor(4)
+    for seconds in (0.02, 0.02, 0.02, 0.02, 0.02, 1.0, 1.0):
+        monitor.note(Reading(stretches=(Stretch(4_000, seconds),)), 0)
+    assert value(monitor.beta()) == pytest.approx(5e-6)
+
+
 def test_one_step_at_another_rate_is_a_blip() -> None:
     monitor = Monitor(4)
     for seconds in (0.05, 0.05, 0.05, 1.25, 0.05, 0.05, 0.01, 0.05):

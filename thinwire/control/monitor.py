@@ -39,6 +39,7 @@ IN_A_ROW_FOR_SURE = 5  # although no two of them are alike, or for one peer amon
 FIRST_LOOKS = 5  # at an estimate that is still to be found, before it can have changed
 NOTICEABLE = 0.1  # the relative difference that a change makes
 LONG_STRETCH = 0.02  # seconds after which a rate becomes no more certain
+MANY_BYTES = 1 << 15
 ALIKE, FAR = 1.2, 1.4  # the ratio up to which two rates are alike, and from which on they are of different networks
 OLD_SECONDS = 10.0  # after which a sample is half as certain
 LONG_AGO_SECONDS = 30.0  # after which a round trip is no reason any more to disbelieve a longer one that was delayed
@@ -80,6 +81,7 @@ class _Sample(NamedTuple):
     time: float
     value: float
     weight: float = 1.0
+    nbytes: int = 0
 
 
 @dataclass
@@ -293,15 +295,19 @@ class Monitor:
             weight = min(1.0, seconds / LONG_STRETCH)
             while self._rates and self._rates[0].step < self._step - STEPS_OLD:
                 self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
-            self._rates.append(_Sample(self._step, now, weighted_quantile(rates, 0.6), weight))
+            nbytes = int(sum(nbytes for _, nbytes in rates))
+            self._rates.append(_Sample(self._step, now, weighted_quantile(rates, 0.6), weight, nbytes))
             self._forget_before_a_jump()
 
     def _forget_before_a_jump(self) -> None:
-        """Do not wait for the median to follow where the last two steps leave no doubt."""
+        """Do not wait for the median to follow where the last two steps leave no doubt.
+
+        A few packets do: to them, a busy machine that lets nobody run for a while looks like a slow network.
+        """
         if len(self._rates) < 3:
             return
         *before, first, second = self._rates
-        if min(first.weight, second.weight) < 0.5:
+        if min(first.weight, second.weight) < 0.5 or min(first.nbytes, second.nbytes) < MANY_BYTES:
             return
         usual = weighted_quantile([(sample.value, sample.weight) for sample in before], 0.5)
         fell, rose = max(first.value, second.value) * FAR < usual, min(first.value, second.value) > usual * FAR
