@@ -47,6 +47,17 @@ class Records:
             log.warning("the records in %s end here: %s.", self.path, error.strerror)
             self.close()
 
+    def go_on_in(self, path: Path) -> None:
+        """Move to the end of records that there are already, of a run that goes on."""
+        self._file.close()
+        with path.open("r+b") as before:
+            whole = before.read().rfind(b"\n") + 1  # its writer may have been killed in the middle of a line
+            before.truncate(whole)
+        with path.open("ab") as end:
+            end.write(self.path.read_bytes())
+        self.path.unlink()
+        self.path, self._file = path, path.open("a", buffering=1)
+
     def close(self) -> None:
         with suppress(OSError):  # what could not be written is still waiting to be
             self._file.close()

@@ -120,6 +120,24 @@ def test_a_partition_stops_one_way_or_both_and_heals() -> None:
         assert through(two) == (100, 100)
 
 
+def test_packets_that_are_too_large_for_a_path_vanish_and_others_pass() -> None:
+    with lab(latency="2ms", mtu=9000) as two:
+        two.set(max_packet=84, pair="0>1")  # just what a probe takes
+        assert len(check.one_way(two, number=100)) == 100
+        two.set(max_packet=83, pair="0>1")
+        assert check.one_way(two, number=100, silence=0.3) == []
+        assert len(check.one_way(two, 1, 0, number=100)) == 100
+        assert two.stats()["packets"]["too_large"] == 100
+        two.set(max_packet=0)
+        assert len(check.one_way(two, number=100)) == 100
+
+
+@pytest.mark.parametrize("size", ["-1", "1.5kB", "large"])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    with lab() as two, pytest.raises(ValueError, match="is no size of a packet: use a number of bytes, like 1500"):
+        two.set(max_packet=size)
+
+
 @timing
 def test_the_papers_schedule_and_an_independent_ping_agree_at_every_stage() -> None:
     schedule = profiles.schedule("c2", 2).scaled(50).faster(50)  # a stage lasts 0.8 s, the whole 10 s

@@ -20,7 +20,7 @@ LEAST_MTU, MOST_MTU = 1500, 65_000
 OF_HOST = ("up", "down", "queue")
 OF_LINE = ("line",)
 RATES = ("up", "down", "line")
-OF_PATH = ("latency", "jitter", "distribution", "reorder", "loss", "blocked")
+OF_PATH = ("latency", "jitter", "distribution", "reorder", "loss", "max_packet", "blocked")
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class Route:
         jitter: half the width of a uniform spread around it, or the standard deviation of a normal one.
         reorder: whether jitter may let a packet overtake another.
         loss: the share of packets that vanish on the way.
+        max_packet: bytes of the largest packet that does not vanish, without a word to its sender; 0 for any.
         blocked: nothing passes.
     """
 
@@ -40,6 +41,7 @@ class Route:
     distribution: str = "uniform"
     reorder: bool = False
     loss: float = 0.0
+    max_packet: float = 0.0
     blocked: bool = False
 
     @property

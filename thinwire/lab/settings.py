@@ -34,12 +34,23 @@ def _count(value: object) -> float:
     return float(packets)
 
 
+def _packet(value: object) -> float:
+    try:
+        nbytes = int(str(value))
+    except ValueError:
+        nbytes = -1
+    if nbytes < 0:
+        raise ValueError(f"{value!r} is no size of a packet: use a number of bytes, like 1500, or 0 for any.")
+    return float(nbytes)
+
+
 READERS: dict[str, Callable[[Any], Value]] = {
     "latency": lambda text: units.seconds(as_text(text)),
     "jitter": lambda text: units.seconds(as_text(text)),
     "distribution": _distribution,
     "reorder": _flag,
     "loss": lambda text: units.share(str(text)),
+    "max_packet": _packet,
     "rate": lambda text: units.rate(as_text(text)),
     "up": lambda text: units.rate(as_text(text)),
     "down": lambda text: units.rate(as_text(text)),
@@ -87,6 +98,8 @@ def _in_units(key: str, value: Value) -> str:
         return units.format_seconds(float(value))
     if key in ("rate", *RATES):
         return units.format_rate(float(value))
+    if key == "max_packet":
+        return f"{value:g} bytes"
     return f"{float(value) * 100:.4g}%" if key == "loss" else str(value)
 
 

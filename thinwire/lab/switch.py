@@ -172,6 +172,9 @@ class Switch:
         if route.blocked:
             self.counts["blocked"] += 1
             return None
+        if 0 < route.max_packet < packet.size:
+            self.counts["too_large"] += 1
+            return None
         if route.loss and self._random.random() < route.loss:
             self.counts["lost"] += 1
             return None

@@ -260,6 +260,10 @@ class Pilot:
         if decision.plan != decision.before and self.link.rank == 0:
             log.info("step %d: %s instead of %s, because %s", step, decision.plan, decision.before, decision.trigger)
 
+    def pause(self) -> None:
+        """What happens until the next step is no step's time. On all ranks."""
+        self._last_end = math.nan
+
     # --- trying out
 
     @property
@@ -273,7 +277,7 @@ class Pilot:
         """
         self.view = replace(self.view, gains=self.view.gains.with_explored(exchange, gains))
         self.standing = replace(self.standing, gain=None)
-        self._last_end, self._before, self._times = math.nan, None, (0.0, 0.0, 0.0)
+        self.pause()
         if self.records is not None:
             self.records.write("explored", exchange=exchange, gains=[[ratio, gain] for ratio, gain in gains.items()])
 
