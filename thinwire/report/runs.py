@@ -1,0 +1,182 @@
+"""A run as plain numbers.
+
+Times are seconds since the run began, in columns of equal length; a number that is not known is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Columns = tuple[Floats, ...]
+
+OF_STEP = (
+    "time",
+    "step",
+    "step_seconds",
+    "seconds",
+    "compress_seconds",
+    "predicted_seconds",
+    "sent_bytes",
+    "dense_bytes",
+    "gain",
+    "alpha",
+    "beta",
+)
+
+
+def columns(rows: Iterable[tuple[float, ...]], width: int) -> Columns:
+    table = np.array(list(rows), np.float64).reshape(-1, width)
+    return tuple(np.ascontiguousarray(table[:, i]) for i in range(width))
+
+
+class PlanName(NamedTuple):
+    """A plan as it was recorded. The `ratio` of a gossip method is the word for its compressor."""
+
+    exchange: str
+    collective: str
+    ratio: float | str | None
+
+    def __str__(self) -> str:
+        over = f" over {self.collective}" if self.collective else ""
+        if self.ratio is None or self.ratio == 1.0:
+            return f"{self.exchange}{over}"
+        return f"{self.exchange}{over} at {self.ratio if isinstance(self.ratio, str) else format(self.ratio, '.3g')}"
+
+
+class Candidate(NamedTuple):
+    plan: PlanName
+    seconds: float
+    gain: float
+    cost: float
+
+
+class Decision(NamedTuple):
+    time: float
+    step: int
+    trigger: str
+    plan: PlanName
+    before: PlanName
+    seconds: float
+    alpha: float
+    beta: float
+    candidates: tuple[Candidate, ...]
+
+
+class Evaluation(NamedTuple):
+    """`trained` is the time without what evaluating took; `quality` is the accuracy, or the perplexity."""
+
+    time: float
+    trained: float
+    step: float
+    loss: float
+    quality: float
+    sent_bytes: float
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One training.
+
+    Attributes:
+        settings: of its job, in words.
+        facts: versions and machine, in words, by group.
+        columns: what is known of each step, by the names of OF_STEP.
+        plan_of_step: for each step, where its plan is in `plans`.
+        losses: time, step and training loss.
+        consensus: time and distance.
+        truth: time, latency and bytes per second of the lab's network, at each change.
+        clock: times, and the training time at each; the training's clock stands still while it evaluates.
+        quality: what an evaluation measures, "accuracy" or "perplexity".
+        ended_at: the training time at its end.
+        notes: what is missing or damaged, a sentence each.
+    """
+
+    folder: Path
+    name: str
+    method: str = ""
+    seed: str = ""
+    command: str = ""
+    started: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, dict[str, str]] = field(default_factory=dict)
+    hosts: int | None = None
+    parameters: int | None = None
+    layers: list[tuple[str, int]] = field(default_factory=list)
+    controller: dict[str, Any] | None = None
+    columns: dict[str, Floats] = field(default_factory=dict)
+    plans: list[PlanName] = field(default_factory=list)
+    plan_of_step: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    losses: Columns = field(default_factory=lambda: columns([], 3))
+    consensus: Columns = field(default_factory=lambda: columns([], 2))
+    truth: Columns = field(default_factory=lambda: columns([], 3))
+    clock: list[tuple[float, float]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    quality: str = "accuracy"
+    decisions: list[Decision] = field(default_factory=list)
+    how_it_ended: str = ""
+    ended_at: float = math.nan
+    message: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made; those that were made again after a resume count once."""
+        steps = self.columns["step"]
+        return int(np.nanmax(steps)) + 1 if np.isfinite(steps).any() else len(steps)
+
+    @property
+    def step_starts(self) -> Floats:
+        """When each step began: when the one before ended, the first when the training began."""
+        ends = self.columns["time"]
+        return np.append(self.clock[0][0] if self.clock else 0.0, ends[:-1])[: len(ends)]
+
+    @property
+    def seconds(self) -> float:
+        """When the last thing was recorded."""
+        ends = [column[-1] for column in (self.columns["time"], self.losses[0]) if len(column)]
+        ends += [self.evaluations[-1].time] if self.evaluations else []
+        return float(max(ends, default=0.0))
+
+    @property
+    def trained_seconds(self) -> float:
+        """How long it trained, as it said itself at its end."""
+        return self.ended_at if math.isfinite(self.ended_at) else float(self.trained(np.array([self.seconds]))[0])
+
+    def trained(self, times: Floats) -> Floats:
+        """The training time at these times. Before the training began it is 0."""
+        if not self.clock:
+            return times
+        at, trained = (np.array(column) for column in zip(*self.clock, strict=True))
+        last = np.searchsorted(at, times, side="right") - 1
+        return np.where(last < 0, 0.0, trained[last] + times - at[last])
+
+    def sent_at(self, times: Floats) -> Floats:
+        """The bytes that the recording rank had sent by then; NaN where that is not known."""
+        sent = self.columns["sent_bytes"]
+        if not np.isfinite(sent).any():
+            known = [(e.time, e.sent_bytes) for e in self.evaluations if math.isfinite(e.sent_bytes)]
+            if not known:
+                return np.full(len(times), np.nan)
+            at, so_far = zip(*known, strict=True)
+            return np.asarray(np.interp(times, [0.0, *at], [0.0, *so_far]), np.float64)
+        total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(sent))])
+        return np.asarray(total[np.searchsorted(self.columns["time"], times, side="right")], np.float64)
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """The same training under several methods. `notes` are of the whole, and then of each run."""
+
+    folder: Path
+    name: str
+    target: float | None
+    runs: list[Run]
+    notes: list[str]
