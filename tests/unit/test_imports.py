@@ -30,7 +30,9 @@ ARROWS: dict[str, set[str]] = {
     "lab": {"train"},
     "thinwire": {"lab", "report"},
     "bench": {"thinwire"},
-    "cli": {"bench"},
+    "integrations": {"thinwire"},
+    "jobs": {"bench"},
+    "cli": {"jobs"},
     "__main__": {"cli"},
 }
 
@@ -159,7 +161,11 @@ def test_public_names_are_sorted_and_all_resolve() -> None:
         ("thinwire.types", "from thinwire.errors import LinkError"),
         ("thinwire.train.sync", "from thinwire.bench import anything"),
         ("thinwire.bench.run", "import thinwire.cli"),
+        ("thinwire.bench.run", "import thinwire.jobs.job"),
+        ("thinwire.lab.run", "import thinwire.jobs.job"),
+        ("thinwire.jobs.start", "import thinwire.cli"),
         ("thinwire.report.page", "from thinwire.train import sync"),
+        ("thinwire.report.page", "from thinwire.jobs.job import Job"),
     ],
 )
 def test_an_arrow_that_points_up_is_noticed(module: str, source: str) -> None:
@@ -172,6 +178,8 @@ def test_an_arrow_that_points_up_is_noticed(module: str, source: str) -> None:
         ("thinwire.link.tcp", "from . import base\nfrom .base import Link\nfrom thinwire.types import Moment"),
         ("thinwire.link.tcp", "import torch\nfrom collections import deque"),
         ("thinwire.exchange.ar_topk", "from thinwire.link.base import Link\nfrom ..compress.topk import topk"),
+        ("thinwire.jobs.start", "import thinwire.lab.run\nfrom thinwire.train.sync import Synchronizer"),
+        ("thinwire.report.runs", "from thinwire.records import read"),
         ("thinwire.cli", "from thinwire import Plan\nfrom thinwire.report import page\nimport thinwire.lab.run"),
     ],
 )

@@ -7,12 +7,17 @@ from typing import Annotated
 import typer
 
 import thinwire
-from thinwire.cli import bench, lab, plan, topology
-from thinwire.cli.options import Ratio
+from thinwire.cli import bench, doctor, lab, plan, report, topology, train
 
 app = typer.Typer(
     help="Train PyTorch models over thin, unpredictable wires.", no_args_is_help=True, pretty_exceptions_enable=False
 )
+app.command(epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command(epilog=train.COMPARE_EXAMPLES)(train.compare)
+app.command()(train.demo)
+app.command()(doctor.doctor)
+app.command()(report.report)
+app.command()(report.cite)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(plan.plan)
@@ -32,14 +37,3 @@ def _main(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
-    ratio: Ratio = 0.01,
-) -> None:
-    """Train a small net on scikit-learn's digits with two processes, dense and compressed, and say what it saved."""
-    from thinwire.bench import digits
-
-    digits.main(steps=steps, ratio=ratio)

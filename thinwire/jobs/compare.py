@@ -1,0 +1,296 @@
+"""The same job under several methods, one after the other: on the same network, data and seeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.errors import ThinwireError
+from thinwire.jobs.job import RECORDS, Job
+from thinwire.jobs.live import Tail, in_bytes, title_of
+from thinwire.jobs.start import Interrupts, Outcome, conduct, why_no_lab
+
+FORMAT = 1
+FILE = "compare.json"
+
+# What `thinwire demo` compares. The rates are those of a thin line, so that a model of this size feels them.
+_DEMO = Job(
+    task="digits", hosts=4, network="unpredictable", scale=40, speed=2, seconds=50, target=0.95, evaluate_every=1
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training of a comparison, as its records tell it.
+
+    Attributes:
+        folder: relative to the comparison's.
+        curve: seconds of training, and the score then; a score is an accuracy, or a perplexity below zero, so that more
+            is better.
+        sent_bytes: by rank 0; None where nobody counted them.
+        message: what went wrong, nothing if nothing did.
+    """
+
+    method: str
+    seed: int
+    folder: str
+    steps: int = 0
+    seconds: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    sent_bytes: int | None = None
+    message: str = ""
+
+    @property
+    def best(self) -> float | None:
+        return max((score for _, score in self.curve), default=None)
+
+    def seconds_to(self, target: float) -> float | None:
+        """When the target was first reached; None if never."""
+        return next((seconds for seconds, score in self.curve if score >= target), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method in the table: the median over seeds.
+
+    Attributes:
+        seconds: to the target; None unless every seed came there.
+        speed_up: the first method's seconds over ours.
+        at_least: the first method never came there, so `speed_up` counts all the time that it had.
+        score: the last accuracy, or perplexity.
+    """
+
+    method: str
+    steps: float
+    seconds: float | None
+    speed_up: float | None
+    at_least: bool
+    sent_bytes: float | None
+    score: float | None
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What came of it."""
+
+    folder: Path
+    target: float | None
+    runs: tuple[Run, ...]
+    rows: tuple[Row, ...]
+    outcome: Outcome
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "how": self.outcome.how,
+            "target": self.target,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def jobs_of(job: Job, methods: Sequence[str], seeds: int) -> list[Job]:
+    """A job for every method and seed. Each is a folder within the comparison's."""
+    twice = [method for number, method in enumerate(methods) if method in methods[:number]]
+    if twice:
+        raise ValueError(f"{twice[0]} is among the methods twice.")
+    return [
+        replace(job, method=method, seed=job.seed + seed, name=_name(method, job.seed + seed, seeds))
+        for seed in range(seeds)
+        for method in methods
+    ]
+
+
+def _name(method: str, seed: int, seeds: int) -> str:
+    """
+    >>> _name("star-topk@0.01:tree", 3, seeds=1), _name("ddp", 3, seeds=2)
+    ('star-topk-0.01-tree', 'ddp-seed-3')
+    """
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", method)
+    return name if seeds == 1 else f"{name}-seed-{seed}"
+
+
+def compare(
+    job: Job, jobs: Sequence[Job], folder: Path, command: Sequence[str], console: Console, interrupts: Interrupts
+) -> Comparison:
+    """Run all of them. One that fails is told of and the others go on; an interrupt ends them all."""
+    done: list[Run] = []
+    outcome = Outcome(how="done")
+    for number, each in enumerate(jobs, 1):
+        title = f"{number} of {len(jobs)}: {title_of(each)}"
+        ended = _attempt(each, folder / str(each.name), command, console, title, interrupts)
+        done.append(read_run(folder, each, ended.message))
+        _write(folder, job.target, done)
+        if ended.how == "failed":
+            outcome = Outcome(how="failed", code=1, message="not every method came to its end.")
+        elif ended.how == "interrupted":
+            outcome = ended
+            break
+    target = job.target if job.target is not None else common_target(done)
+    rows = tuple(_rows(done, list(dict.fromkeys(each.method for each in jobs)), target))
+    _write(folder, target, done, rows)
+    return Comparison(folder=folder, target=target, runs=tuple(done), rows=rows, outcome=outcome)
+
+
+def _attempt(
+    job: Job, folder: Path, command: Sequence[str], console: Console, title: str, interrupts: Interrupts
+) -> Outcome:
+    folder.mkdir()
+    try:
+        ended = conduct(job, folder, command, console, title, interrupts)
+    except (ValueError, OSError, ThinwireError) as error:
+        ended = Outcome(how="failed", code=1, message=str(error))
+    if ended.how == "interrupted" or not ended.code:
+        return ended
+    message = "; ".join([ended.message, *ended.log[-1:]])
+    console.print(f"{job.method}: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return replace(ended, message=message if ended.how == "failed" else "")
+
+
+def _write(folder: Path, target: float | None, runs: Iterable[Run], rows: Iterable[Row] = ()) -> None:
+    """Whole or not at all: what was there before is kept until the new one is."""
+    known = ("method", "folder", "seed", "message")
+    content = {
+        "format": FORMAT,
+        "target": None if target is None else abs(target),
+        "runs": [{key: getattr(run, key) for key in known} for run in runs],
+        "rows": [asdict(row) for row in rows],
+    }
+    temporary = folder / f"{FILE}.tmp"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, folder / FILE)
+
+
+def demo(**settings: Any) -> tuple[Job, list[str], str]:
+    """What `thinwire demo` compares: a job, its methods, and what must be said about them."""
+    job = replace(_DEMO, **settings)
+    if not (missing := why_no_lab()):
+        return job, ["ddp", "adaptive"], ""
+    note = "Shaped links do not slow down plain DDP, so dense:ring, which sends the same bytes, stands in for it."
+    return replace(job, link="shaped"), ["dense:ring", "adaptive"], f"No lab here: {missing}\n{note}"
+
+
+# --- from records to a table
+
+
+def read_run(folder: Path, job: Job, message: str = "") -> Run:
+    """What a run's records say, however it ended."""
+    steps, seconds, sent, curve = 0, 0.0, None, []
+    for record in Tail(folder / str(job.name) / RECORDS).new():
+        match record["kind"]:
+            case "step":
+                steps = record["step"] + 1
+                if record.get("sent_bytes") is not None:
+                    sent = (sent or 0) + record["sent_bytes"]
+            case "evaluated":
+                seconds = record.get("trained_seconds", record["time"])
+                if (score := _score(record)) is not None:
+                    curve.append((seconds, score))
+            case "ended":
+                steps, seconds = record.get("steps") or steps, record.get("seconds") or seconds
+    return Run(
+        method=job.method,
+        seed=job.seed,
+        folder=str(job.name),
+        steps=steps,
+        seconds=seconds,
+        curve=tuple(curve),
+        sent_bytes=sent,
+        message=message,
+    )
+
+
+def _score(record: dict[str, Any]) -> float | None:
+    if record.get("accuracy") is not None:
+        return float(record["accuracy"])
+    return -float(record["perplexity"]) if record.get("perplexity") is not None else None
+
+
+def common_target(runs: Iterable[Run]) -> float | None:
+    """The best that every run came to; those that failed do not count."""
+    bests = [run.best for run in runs if not run.message]
+    return min((best for best in bests if best is not None), default=None)
+
+
+def _rows(runs: Sequence[Run], methods: Sequence[str], target: float | None) -> Iterable[Row]:
+    of = {method: [run for run in runs if run.method == method] for method in methods}
+    first = of[methods[0]]
+    base, had = _to(first, target), _median([run.seconds for run in first])
+    for method in methods:
+        seconds, all_of_it = _to(of[method], target), base if base is not None else had
+        wrong = [run.message for run in of[method] if run.message]
+        yield Row(
+            method=method,
+            steps=_median([run.steps for run in of[method]]) or 0,
+            seconds=seconds,
+            speed_up=all_of_it / seconds if seconds and all_of_it else None,
+            at_least=base is None,
+            sent_bytes=_median([run.sent_bytes for run in of[method] if run.sent_bytes is not None]),
+            score=_median([abs(run.curve[-1][1]) for run in of[method] if run.curve]),
+            message=wrong[0] if wrong else "" if of[method] else "not run",
+        )
+
+
+def _to(runs: Sequence[Run], target: float | None) -> float | None:
+    times = [None if target is None else run.seconds_to(target) for run in runs]
+    known = [seconds for seconds in times if seconds is not None]
+    return _median(known) if len(known) == len(times) else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def table_of(comparison: Comparison) -> Table:
+    """One row per method."""
+    target = comparison.target
+    goal = "target" if target is None else _quality(target)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("method", "steps", f"seconds to {goal}", "speed-up", "sent per host", "at the end"):
+        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    for row in comparison.rows:
+        table.add_row(row.method, *_cells(row))
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    if row.message:
+        return ["", row.message, "", "", ""] if not row.steps else [f"{row.steps:.0f}", row.message, "", "", ""]
+    return [
+        f"{row.steps:.0f}",
+        _or_dash(row.seconds, lambda seconds: f"{seconds:.1f}"),
+        _or_dash(row.speed_up, lambda times: f"{'more than ' if row.at_least else ''}{times:.1f}x"),
+        _or_dash(row.sent_bytes, in_bytes),
+        _or_dash(row.score, lambda score: f"{score:.1%}" if score <= 1 else f"{score:.3g}"),
+    ]
+
+
+def _or_dash(value: float | None, written: Callable[[float], str]) -> str:
+    return "-" if value is None else written(value)
+
+
+def _quality(score: float) -> str:
+    """
+    >>> _quality(0.9), _quality(-12.3)
+    ('90.0% accuracy', 'perplexity 12.3')
+    """
+    return f"{score:.1%} accuracy" if score >= 0 else f"perplexity {-score:.3g}"
+
+
+def speed_up_in_words(comparison: Comparison) -> str:
+    """The sentence under the table: how much faster the last method was than the first."""
+    first, last = comparison.rows[0], comparison.rows[-1]
+    if comparison.target is None or last.speed_up is None or last.message or first.message:
+        return f"{last.method} has no speed-up to tell of: the accuracy was not reached."
+    more = "more than " if last.at_least else ""
+    came = f"{last.method} came to {_quality(comparison.target)} in {last.seconds:.1f} s"
+    return f"{came}, {more}{last.speed_up:.1f} times as fast as {first.method}."

@@ -1,0 +1,1 @@
+"""What is wrong with this network, before a training finds out: `thinwire doctor`."""

@@ -1,0 +1,566 @@
+"""What every worker runs: `python -m thinwire.jobs.worker RUN`, with torchrun's environment.
+
+A worker goes on from the newest checkpoint that all workers have, if there is one. Workers must do the same things at
+the same steps. What depends on a clock or on a signal is therefore agreed upon: each says what it wants after some
+step, and some steps later, when everybody's words have arrived, all hear the same.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from thinwire.errors import ThinwireError
+from thinwire.jobs import data, exchanging, models
+from thinwire.jobs.job import CHECKPOINTS, RECORDS, Job, read_job, write_job
+from thinwire.jobs.leaving import INTERRUPTED, Leaving
+from thinwire.train.checkpoint import Checkpoint
+
+AGREE_SECONDS = 0.2  # between two agreements, at least
+NOTICEABLE_SECONDS = 0.005
+MOST_STEPS_TO_AGREE = 100
+LOSS_SECONDS = 0.2  # between two records of the loss, at least
+EVALUATING_SHARE = 0.2  # of the time, at most
+TEST_BATCH = 250
+STEPS_COMPARED = 16
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """`RUN [--resume]`: the folder, whose job.json says what to do. To go on is what happens anyway."""
+    folders = [argument for argument in arguments if argument != "--resume"]
+    if len(folders) != 1:
+        print("usage: python -m thinwire.jobs.worker RUN [--resume]", file=sys.stderr)
+        leave(2)
+    leave(work(Path(folders[0])))
+
+
+def join(job: Job, folder: Path | None) -> NoReturn:
+    """Be one of the workers that torchrun has started, and end with them. Without a folder, rank 0 makes one."""
+    leave(work(folder, job=job, with_report=True))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once. All is written and closed; torch's threads may wait for peers that have gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def work(folder: Path | None, job: Job | None = None, with_report: bool = False) -> int:
+    """Train as this process's rank, and give the exit code: 0, 1 if it failed, 130 if it was interrupted.
+
+    Args:
+        folder: of the run; None for rank 0 to make one.
+        job: what to do; None for what the folder says.
+        with_report: rank 0 makes the report, since whoever started the workers does not.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with Leaving() as leaving:
+        try:
+            return _work(folder, job, leaving, with_report)
+        except BaseException as error:
+            if leaving.asked:
+                leaving.last_words()
+                return INTERRUPTED
+            message = _in_words(error)
+            print(f"thinwire: worker {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+            return 1
+
+
+def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: bool) -> int:
+    job = read_job(folder) if job is None and folder is not None else job
+    assert job is not None, "whoever gives no folder gives a job"
+    _meet(job)
+    if folder is None:
+        job = replace(job, hosts=dist.get_world_size())
+        folder = _shared_folder(job)
+    elif job.hosts != dist.get_world_size():
+        raise ValueError(f"{folder} is a run of {job.hosts} workers, and here are {dist.get_world_size()}.")
+    worker = Worker(job, folder, leaving)
+    leaving.last_words = worker.say_interrupted
+    try:
+        ending = worker.train()
+    except BaseException as error:
+        if not leaving.asked:
+            worker.end(Ending("failed", _in_words(error, quiet=True)))
+        raise
+    worker.close()
+    if ending.how == "failed" and dist.get_rank() == 0:
+        print(f"thinwire: {ending.message}", file=sys.stderr, flush=True)
+    if with_report and dist.get_rank() == 0:
+        _report(folder)
+    if ending.how == "done":
+        leaving.last_words = lambda: None
+        del worker  # the model has to go before the process group: see examples/ddp.py
+        dist.destroy_process_group()
+    return {"done": 0, "interrupted": INTERRUPTED}.get(ending.how, 1)
+
+
+def _report(folder: Path) -> None:
+    """That it cannot be made makes no training a failure."""
+    from thinwire.report import page
+
+    try:
+        print(f"report: {page.write(folder)}", flush=True)
+    except Exception as error:
+        print(f"thinwire: the report could not be made: {error}", file=sys.stderr, flush=True)
+
+
+def _in_words(error: BaseException, quiet: bool = False) -> str:
+    """An error that was foreseen is its own sentence; any other is shown whole, unless it will be later."""
+    if isinstance(error, (ThinwireError, ValueError, OSError)):
+        return str(error)
+    if isinstance(error, RuntimeError) and "gloo" in str(error):
+        return f"the connection to another worker is lost: {str(error).splitlines()[0]}"
+    if not quiet:
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _meet(job: Job) -> None:
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+    except dist.DistNetworkError as error:
+        port = os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise ValueError(f"port {port} is in use: choose another --port, or none for one that is free.") from error
+        raise ValueError(f"no worker is to be met at port {port}: {str(error).splitlines()[0]}") from error
+
+
+def _shared_folder(job: Job) -> Path:
+    """Rank 0's new folder. Where workers have disks of their own, it is a folder of the same name on each."""
+    from thinwire.jobs.start import new_folder
+
+    name = torch.zeros(4096, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        folder = new_folder(job)
+        write_job(folder, job, sys.argv)
+        words = str(folder).encode()
+        name[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    dist.broadcast(name, 0)
+    folder = Path(bytes(name.tolist()).rstrip(b"\0").decode())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class Ending(NamedTuple):
+    """How a training came to its end: done, interrupted or failed, and what there is to say."""
+
+    how: str
+    message: str = ""
+
+
+class Task(NamedTuple):
+    """What to train, and with what."""
+
+    module: nn.Module
+    loss: Callable[[Any, Any], torch.Tensor]
+    batches: data.Batches
+    tested: Callable[[], Iterator[data.Batch]]
+    is_text: bool = False
+
+
+def task_of(job: Job, group: dist.ProcessGroup | None = None) -> Task:
+    """The model and this worker's data. Call on all workers."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    data.seed_all([job.seed])  # the same model on all
+    if job.own:
+        made = data.own(job.task)
+        least = torch.tensor(len(made.train_loader))
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        batches = data.Loader(made.train_loader, int(least), rank, job.seed)
+        return Task(made.model, made.loss, batches, lambda: data.tested(made.test_loader))
+    loaded = data.load(job.task, folder=job.folder_of_data, text=job.text)
+    parts = data.partition(loaded.train.labels, world_size, job.concentration, job.seed)
+    assert job.chosen_model is not None, "it is not the user's"
+    module = models.build(job.chosen_model, loaded)
+    share = data.Share(loaded.train, parts, rank, job.batch, job.seed)
+    return Task(module, cross_entropy, share, lambda: loaded.test.batches(TEST_BATCH), job.task == "chars")
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Over classes of images, or over characters at every place of a text."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def optimizer_of(job: Job, module: nn.Module) -> torch.optim.Optimizer:
+    if job.chosen_optimizer == "adam":
+        return torch.optim.Adam(module.parameters(), lr=job.chosen_lr)
+    return torch.optim.SGD(module.parameters(), lr=job.chosen_lr, momentum=job.momentum)
+
+
+class Tested(NamedTuple):
+    """How well a model does: the mean loss, and the share of right answers where there is a right answer to give."""
+
+    loss: float
+    accuracy: float | None
+
+
+@torch.no_grad()
+def evaluate(task: Task) -> Tested:
+    """On a part of the test set that is always the same. Training goes on as if it had not been."""
+    random = data.random_state()  # a loader may draw from it
+    task.module.eval()
+    total, right, number, is_choice = 0.0, 0, 0, not task.is_text
+    for x, y in task.tested():
+        answer = task.module(x)
+        total += float(task.loss(answer, y)) * len(y)
+        number += len(y)
+        is_choice = is_choice and isinstance(answer, torch.Tensor) and answer.dim() == 2 and _are_labels(y)
+        right += int((answer.argmax(1) == y).sum()) if is_choice else 0
+    task.module.train()
+    data.set_random_state(random)
+    return Tested(total / max(number, 1), right / number if is_choice and number else None)
+
+
+def _are_labels(y: object) -> bool:
+    return isinstance(y, torch.Tensor) and y.dim() == 1 and not y.is_floating_point()
+
+
+class Clock:
+    """Seconds of training, without those in which something else was done."""
+
+    def __init__(self) -> None:
+        self._before, self._since = 0.0, time.monotonic()
+
+    def __call__(self) -> float:
+        return self._before + time.monotonic() - self._since
+
+    def set(self, seconds: float) -> None:
+        self._before, self._since = seconds, time.monotonic()
+
+
+class Words(NamedTuple):
+    """What a worker says to all: numbers that are added up. Only rank 0 says how many steps until the next."""
+
+    interrupted: float = 0.0
+    over: float = 0.0
+    evaluate: float = 0.0
+    not_finite: float = 0.0
+    steps: float = 0.0
+
+
+class Agreement:
+    """Says words, and some steps later hears what all said: meanwhile they are on their way, and nobody waits.
+
+    Attributes:
+        seconds: that should lie between saying and hearing: longer than words need on this network.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.seconds = AGREE_SECONDS
+        self._said_at = 0.0
+        self._due = self._steps = 1  # the step of the next words, and how many lie between two, as rank 0 last said
+        self._said: tuple[torch.Tensor, Any] | None = None
+
+    def is_due(self, step: int) -> bool:
+        return step >= self._due
+
+    def say(self, words: Words, step: int) -> None:
+        numbers = torch.tensor(words, dtype=torch.float64)
+        self._said_at = time.monotonic()
+        self._said = numbers, dist.all_reduce(numbers, group=self._group, async_op=True)
+        self._due = step + self._steps
+
+    def hear(self) -> Words:
+        """What all said last; nothing if nobody has."""
+        if self._said is None:
+            return Words()
+        numbers, work = self._said
+        start = time.monotonic()
+        work.wait()
+        now = time.monotonic()
+        had_to_wait = now - start > NOTICEABLE_SECONDS
+        self.seconds = max(AGREE_SECONDS, 1.5 * (now - self._said_at) if had_to_wait else 0.9 * self.seconds)
+        self._said = None
+        heard = Words(*numbers.tolist())
+        self._steps = max(1, int(heard.steps))
+        return heard
+
+
+class Worker:
+    """One rank of a training."""
+
+    def __init__(self, job: Job, folder: Path, leaving: Leaving) -> None:
+        self._job, self._folder, self._leaving = job, folder, leaving
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        # Of its own, so that words do not wait behind gradients, and gradients not behind words.
+        self._group = dist.new_group(timeout=timedelta(seconds=job.timeout))
+        self._task = task_of(job, self._group)
+        self._optimizer = optimizer_of(job, self._task.module)
+        self._checkpoint = Checkpoint(folder / CHECKPOINTS, self._rank, self._world_size, job.keep)
+        self._agreement = Agreement(self._group)
+        self._clock, self._trained = Clock(), 0.0
+        self._step = self._epoch = self._batch = 0
+        self._saved_at = self._evaluated_at = -1
+        self._step_seconds = 0.0
+        self._next_evaluation = job.evaluate_every
+        self._loss_recorded = -math.inf
+        self._not_finite = False
+        self._accuracy: float | None = None
+        self._trouble = ""
+        self._ended = False
+        fresh = folder / (RECORDS if not (folder / RECORDS).exists() else f"{RECORDS}.new")
+        self._exchanging = exchanging.begin(job, self._task.module, self._optimizer, folder, fresh)
+        if self._exchanging.records is not None and fresh.name != RECORDS:
+            self._exchanging.records.go_on_in(folder / RECORDS)
+        self._random: dict[str, Any] | None = None
+        self._go_on()
+
+    @property
+    def _planned(self) -> float:
+        """How many steps there will be at most."""
+        epochs = self._job.last_epoch
+        by_epochs = math.inf if epochs is None else epochs * self._task.batches.per_epoch
+        return min(by_epochs, math.inf if self._job.steps is None else self._job.steps)
+
+    # --- going on
+
+    def _go_on(self) -> None:
+        """From the newest checkpoint that all workers have."""
+        step = self._common_step()
+        if step is None:
+            data.seed_all([self._job.seed, self._rank])
+            return
+        state, _ = self._checkpoint.load(step)
+        self._task.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._exchanging.load_state_dict(state["comm"])
+        self._exchanging.sent_bytes, self._exchanging.dense_bytes = state["sent_bytes"], state["dense_bytes"]
+        self._epoch, self._batch = state["position"]
+        self._trained = state["trained_seconds"]
+        self._next_evaluation = self._trained + self._job.evaluate_every
+        self._accuracy, self._random = state["accuracy"], state["random"]
+        self._step = self._saved_at = step
+
+    def _common_step(self) -> int | None:
+        mine = torch.full((STEPS_COMPARED,), -1, dtype=torch.int64)
+        newest = self._checkpoint.steps()[-STEPS_COMPARED:]
+        mine[: len(newest)] = torch.tensor(newest, dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self._world_size)]
+        dist.all_gather(everyones, mine, group=self._group)
+        return max(set.intersection(*(set(steps.tolist()) - {-1} for steps in everyones)), default=None)
+
+    def _save(self) -> None:
+        """A checkpoint that cannot be written is told of, and training goes on: the older ones are still there."""
+        state = {
+            "model": self._task.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "comm": self._exchanging.state_dict(),
+            "position": [self._epoch, self._batch],
+            "trained_seconds": self._clock(),
+            "sent_bytes": self._exchanging.sent_bytes,
+            "dense_bytes": self._exchanging.dense_bytes,
+            "accuracy": self._accuracy,
+            "random": data.random_state(),
+        }
+        with self._paused():
+            self._leaving.saving = True
+            try:
+                self._checkpoint.save(state, self._step)
+                self._saved_at, self._trouble = self._step, ""
+            except OSError as error:
+                kept = max(self._checkpoint.steps(), default=None)
+                still = "there is none yet" if kept is None else f"the one of step {kept} is kept"
+                self._trouble = f"the checkpoint of step {self._step} could not be saved ({error.strerror}); {still}."
+                print(f"thinwire: worker {self._rank}: {self._trouble}", file=sys.stderr, flush=True)
+            self._leaving.saving = False
+            self._record("saved", step=self._step, trouble=self._trouble)
+
+    # --- training
+
+    def train(self) -> Ending:
+        """Until it is done, interrupted, or makes no sense any more. Then its checkpoint and its records are whole."""
+        self._record_beginning()
+        self._clock.set(self._trained)  # preparing was no training
+        if self._step == 0:
+            self._evaluate(alone=True)
+        ending = self._train()
+        self._agreement.hear()  # what is still on its way, on all workers alike
+        if ending.how == "done" and self._evaluated_at != self._step:
+            self._evaluate()
+        if ending.how != "failed" and self._saved_at != self._step:
+            self._save()
+        self.end(ending)
+        return ending
+
+    def _train(self) -> Ending:
+        ending = None if self._step < self._planned else Ending("done")
+        while ending is None:
+            batches = self._task.batches.epoch(self._epoch, self._batch)
+            if self._random is not None:
+                data.set_random_state(self._random)
+                self._random = None
+            for x, y in batches:
+                self._learn(x, y)
+                ending = self._after_step()
+                if ending is not None:
+                    break
+        return ending
+
+    def _learn(self, x: Any, y: Any) -> None:
+        start = time.monotonic()
+        self._optimizer.zero_grad()
+        loss = self._task.loss(self._exchanging.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._exchanging.after_step()
+        self._step += 1
+        self._batch += 1
+        if self._batch == self._task.batches.per_epoch:
+            self._epoch, self._batch = self._epoch + 1, 0
+        seconds = time.monotonic() - start
+        self._step_seconds += (seconds - self._step_seconds) * (0.2 if self._step_seconds else 1.0)
+        self._note_loss(float(loss.detach()))
+
+    def _note_loss(self, loss: float) -> None:
+        self._not_finite |= not math.isfinite(loss)
+        if time.monotonic() - self._loss_recorded >= LOSS_SECONDS:
+            self._loss_recorded = time.monotonic()
+            self._record("loss", step=self._step, epoch=self._epoch, loss=loss)
+
+    def _after_step(self) -> Ending | None:
+        heard = Words()
+        if due := self._agreement.is_due(self._step):
+            heard = self._agreement.hear()
+        if heard.not_finite:
+            many = f"{heard.not_finite:.0f} of {self._world_size} workers"
+            return Ending("failed", f"the loss is not finite on {many} by step {self._step}: try a smaller --lr.")
+        if heard.interrupted:
+            return Ending("interrupted", f"interrupted after step {self._step}.")
+        if heard.evaluate:
+            self._evaluate()
+        every = self._job.checkpoint_every
+        if every and self._step % every == 0 and not self._not_finite:
+            self._save()
+        if heard.over or self._step >= self._planned:
+            return Ending("done")
+        if due:
+            self._agreement.say(self._words(), self._step)
+        return None
+
+    def _words(self) -> Words:
+        words = Words(interrupted=float(self._leaving.asked), not_finite=float(self._not_finite))
+        if self._rank != 0:
+            return words
+        steps = min(max(1, math.ceil(self._agreement.seconds / max(self._step_seconds, 1e-6))), MOST_STEPS_TO_AGREE)
+        now = self._clock()
+        return words._replace(
+            steps=float(steps),
+            over=float(self._job.seconds is not None and now + steps * self._step_seconds >= self._job.seconds),
+            evaluate=float(now >= self._next_evaluation),
+        )
+
+    # --- looking
+
+    def _evaluate(self, alone: bool = False) -> None:
+        """Rank 0 tests, the others wait. With `alone` nobody does: at first all models are the same."""
+        with self._paused():
+            start = time.monotonic()
+            if alone:
+                self._test()
+            else:
+                with self._exchanging.looking(self._task.module, self._group) as distance:
+                    if distance is not None:
+                        self._record("consensus", step=self._step, distance=distance)
+                    self._test()
+                dist.barrier(group=self._group)
+            cost = time.monotonic() - start
+        pause = max(self._job.evaluate_every, cost * (1 / EVALUATING_SHARE - 1))
+        self._next_evaluation = self._clock() + pause
+        self._evaluated_at = self._step
+
+    def _test(self) -> None:
+        if self._rank != 0:
+            return
+        tested = evaluate(self._task)
+        self._accuracy = tested.accuracy
+        self._record(
+            "evaluated",
+            step=self._step,
+            epoch=self._epoch,
+            trained_seconds=self._trained,
+            loss=tested.loss,
+            accuracy=tested.accuracy,
+            perplexity=math.exp(min(tested.loss, 700.0)) if self._task.is_text else None,
+            sent_bytes=self._exchanging.sent_bytes,
+            dense_bytes=self._exchanging.dense_bytes,
+            control_seconds=self._exchanging.control_seconds,
+        )
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What happens within is neither training nor a step. On all workers at the same step."""
+        self._trained = self._clock()
+        try:
+            yield
+        finally:
+            self._clock.set(self._trained)
+            self._exchanging.pause()
+
+    # --- what is written down
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        if self._exchanging.records is not None:
+            self._exchanging.records.write(kind, **fields)
+
+    def _record_beginning(self) -> None:
+        named = [(name, p.numel()) for name, p in self._task.module.named_parameters() if p.requires_grad]
+        self._record(
+            "began",
+            wall=time.time(),
+            monotonic=time.monotonic(),
+            hosts=self._world_size,
+            method=self._job.method,
+            parameters=sum(numel for _, numel in named),
+            batches_per_epoch=self._task.batches.per_epoch,
+            steps=None if math.isinf(self._planned) else int(self._planned),
+            seconds=self._job.seconds,
+            step=self._step,
+            trained_seconds=self._trained,
+            layers=named,
+        )
+
+    def end(self, ending: Ending) -> None:
+        """The last record; there is one only."""
+        if self._ended:
+            return
+        self._ended = True
+        self._record(
+            "ended",
+            how=ending.how,
+            message=" ".join(words for words in (ending.message, self._trouble) if words),
+            steps=self._step,
+            seconds=self._clock(),
+            accuracy=self._accuracy,
+            sent_bytes=self._exchanging.sent_bytes,
+            dense_bytes=self._exchanging.dense_bytes,
+            saved=None if self._saved_at < 0 else self._saved_at,
+        )
+
+    def say_interrupted(self) -> None:
+        """Last words of a worker that leaves alone."""
+        saved = f"the last checkpoint is of step {self._saved_at}" if self._saved_at >= 0 else "there is no checkpoint"
+        self.end(Ending("interrupted", f"interrupted in step {self._step}; {saved}."))
+
+    def close(self) -> None:
+        self._exchanging.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
