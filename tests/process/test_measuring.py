@@ -97,6 +97,23 @@ def test_the_time_for_which_a_probe_lay_with_a_busy_peer_is_left_out() -> None:
     assert sorted(found)[2] < 0.01  # each lay there for several turns of 20 ms
 
 
+def probe_after_a_wrong_rate(rank: int) -> list[float]:
+    link = TcpLink(timeout=20)
+    swap(link)
+    link.meter._rate = 1.0  # byte per second: by that, what follows would take days to leave
+    swap(link, 10_000)
+    found = trips_to(link, 1 - rank, number=5)
+    swap(link)
+    link.close()
+    return found
+
+
+@linux
+def test_a_rate_that_was_far_too_low_does_not_end_the_probing() -> None:
+    for found in run_ranks(probe_after_a_wrong_rate, 2):
+        assert len(found) >= 5
+
+
 def probe_without_stamps(rank: int) -> list[float]:
     connection.ask_for_stamps = lambda sock: False
     connection.age_of = lambda extras: None

@@ -277,7 +277,7 @@ class Monitor:
 
     def _latency(self, samples: deque[_Sample], own_time: float) -> Estimate:
         half = min(sample.value for sample in samples) / 2
-        return Estimate(max(half - own_time, half / 10), *self._trust(samples, 2 * half, TRIPS_KEPT))
+        return Estimate(max(half - own_time, half / 2), *self._trust(samples, 2 * half, TRIPS_KEPT))
 
     # --- rates
 

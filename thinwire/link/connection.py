@@ -232,10 +232,17 @@ class Connection:
         """Does something wait in this host to be sent?"""
         return bool(self._to_send) or _unsent(self.socket) > 0
 
-    def ping(self) -> None:
-        """Ask for a sign of life."""
+    def has_unacknowledged(self) -> bool:
+        """Has something been sent that the peer's host has not confirmed?"""
+        try:
+            return _unacknowledged(self.socket) > 0
+        except OSError:
+            return False
+
+    def ping(self, delayed: bool) -> None:
+        """Ask for a sign of life; `delayed` if the question shares its way with payload."""
         self._tokens += 1
-        self._asked[self._tokens] = Ping(self, self._tokens)
+        self._asked[self._tokens] = Ping(self, self._tokens, delayed)
         self._asked.pop(self._tokens - MAX_ASKED, None)
         self._probe(self._asked[self._tokens])
 
@@ -252,7 +259,7 @@ class Connection:
         ping = self._asked.pop(header.step, None)
         if ping is not None and ping.gone:
             seconds = self._came_at - ping.left_at - decode_held(header)
-            delayed = decode_delayed(header) or self.link.meter.was_receiving(self._came_at)
+            delayed = ping.delayed or decode_delayed(header) or self.link.meter.was_receiving(self._came_at)
             if seconds > 0:
                 self.link.meter.note_round_trip(self.peer, seconds, delayed)
 

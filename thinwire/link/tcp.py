@@ -38,7 +38,7 @@ from thinwire.types import Moment
 CLOSE_SECONDS = 5.0  # close() gives up on a peer that takes no byte for so long
 CLOSE_POLL_SECONDS = 0.002  # between looks at what a peer has taken: nothing wakes us when its last byte is there
 LINGER_SECONDS, LINGER_POLL_SECONDS = 0.05, 0.005  # after a message, for probes that nobody has woken us for
-PROBING_SECONDS = 1.0  # for which a probe waits until nothing else is on its way
+PROBING_SECONDS = 0.2  # for which a probe waits for a moment at which nothing else is on its way
 
 
 class TcpLink(Link):
@@ -118,13 +118,16 @@ class TcpLink(Link):
     def probe(self, peers: Iterable[int], at_once: bool = True) -> None:
         """Have the I/O thread ping each peer, one after the other, as soon as no payload is on its way.
 
-        What an earlier call has left undone is dropped. In a forked child, and after a failure, nothing happens.
+        Where there is always some, the next is asked all the same now and then, and its round trip is one of those that
+        were delayed. What an earlier call has left undone is dropped. In a forked child, and after a failure, nothing
+        happens.
         """
         if self.failure is None and not self._closing:
             wanted = [peer for peer in peers if peer in self._connections]
             if wanted:
+                if not self._to_probe:
+                    self._probing_until = time.monotonic() + PROBING_SECONDS
                 self._to_probe.clear()
-                self._probing_until = time.monotonic() + PROBING_SECONDS
                 self._to_probe.extend(wanted)
             if at_once:  # otherwise it is looked for a while after the last message, and nobody has to let it run now
                 self._wake()
@@ -209,23 +212,28 @@ class TcpLink(Link):
     def _probe_in_the_quiet(self) -> None:
         """Ping the next peer, unless payload is on its way: who waits behind that measures a queue."""
         now = time.monotonic()
-        if self.meets_payload(now):
-            if now > self._probing_until:
-                self._to_probe.clear()
+        delayed = self.meets_payload(now)
+        if delayed and now < self._probing_until:
             return
+        self._probing_until = now + PROBING_SECONDS
         try:
             connection = self._connections[self._to_probe.popleft()]
         except IndexError:  # another thread has just begun anew
             return
-        connection.ping()
+        connection.ping(delayed)
         self._watch(connection)
 
     def meets_payload(self, at: float) -> bool:
-        """Whether a probe that comes or leaves at that time shares this host's way in or out with payload."""
+        """Whether a probe that comes or leaves at that time shares this host's way in or out with payload.
+
+        How long the kernel's bytes take to leave is a guess by the last rate, which may have been far too low; what the
+        peers have confirmed is known to have left.
+        """
+        connections = self._connections.values()
         return (
             self.meter.was_receiving(at)
-            or self.meter.was_sending(at)
-            or any(connection.has_unsent() for connection in self._connections.values())
+            or any(connection.has_unsent() for connection in connections)
+            or (self.meter.was_sending(at) and any(connection.has_unacknowledged() for connection in connections))
         )
 
     def _serve(self, connection: Connection, events: int) -> None:

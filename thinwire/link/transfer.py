@@ -166,8 +166,9 @@ class Ping(Sending):
 
     left_at = 0.0  # read just before it leaves, so that no round trip seems shorter than it was
 
-    def __init__(self, connection: Connection, token: int) -> None:
+    def __init__(self, connection: Connection, token: int, delayed: bool) -> None:
         super().__init__(connection, torch.empty(0), Moment(token), PING, memoryview(b""), 0)
+        self.delayed = delayed
 
     def _describe(self, run_id: bytes, sequence: int) -> Header:
         self.left_at = time.monotonic()
