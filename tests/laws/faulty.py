@@ -43,12 +43,18 @@ class _Clock(Wire[Any]):
 class FaultyWorld:
     """Ranks whose messages suffer `kinds` of faults, a share of `rate` in all."""
 
-    def __init__(self, world_size: int, rate: float, seed: int, kinds: tuple[str, ...] = KINDS) -> None:
+    def __init__(
+        self, world_size: int, rate: float, seed: int, kinds: tuple[str, ...] = KINDS, calm: bool = False
+    ) -> None:
+        """With `calm` faults begin when links are told to misbehave."""
         self.world = ThreadWorld(world_size)
         self.clock = _Clock(Network(alpha=1e-3, beta=0.0), world_size)
         self.world.wire = self.clock
         self.faults: Counter[str] = Counter()
         self.links = [FaultyLink(self, link, rate, seed, kinds) for link in self.world.links]
+        if calm:
+            for faulty in self.links:
+                faulty.calm_down()
 
     def run(self, program: Callable[[Any], T]) -> list[T]:
         def body(link: ThreadLink) -> T:
@@ -67,6 +73,7 @@ class FaultyLink(Link):
         super().__init__(inner.rank, inner.world_size, TIMEOUT)
         self.world, self.inner = world, inner
         self._rate, self._kinds = rate, kinds
+        self._usual_rate = rate
         self._random = np.random.default_rng([seed, inner.rank])
         self._kept: dict[int, torch.Tensor] = {}  # to overtake
 
@@ -76,6 +83,9 @@ class FaultyLink(Link):
     def calm_down(self) -> None:
         """No more faults from here on."""
         self._rate = 0.0
+
+    def misbehave(self) -> None:
+        self._rate = self._usual_rate
 
     def _send(self, tensor: torch.Tensor, dst: int) -> Work:
         self.inner.moment = self.moment

@@ -15,6 +15,7 @@ import torch
 from tests.process.launch import outcomes, run_ranks
 from tests.process.models import flat_parameters, loss_of, make
 from tests.timing import timing
+from thinwire.errors import PeerLost
 from thinwire.gossip import METHODS
 from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.gossip import Gossip
@@ -255,39 +256,53 @@ def test_a_gradient_that_is_no_number_stays_at_its_node() -> None:
 # --- a node dies
 
 
-def lose(rank: int, method: str, on_failure: str) -> dict[str, Any]:
+DEATHS = {2: 12}  # rank: step
+
+
+def lose(
+    rank: int, method: str, on_failure: str, folder: str, deaths: dict[int, int] = DEATHS, steps: int = 30
+) -> dict[str, Any]:
     model, optimizer, gossip = start(method, on_failure=on_failure, topology="ring", timeout=30.0)
     x, y = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)), torch.arange(8) % 10
     seen: dict[str, Any] = {"steps": 0, "slowest": 0.0}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(30):
-            if rank == 2 and step == 12:
+        for step in range(steps):
+            if deaths.get(rank) == step:
+                (Path(folder) / f"death of {rank}").write_text(str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             begun = time.monotonic()
-            optimizer.step()
+            try:
+                optimizer.step()
+            except PeerLost as error:
+                died = float((Path(folder) / f"death of {error.peer}").read_text())
+                return {"lost": error.peer, "after": time.monotonic() - died, "message": str(error)}
             seen["slowest"] = max(seen["slowest"], time.monotonic() - begun)
             seen["steps"] += 1
     seen["warnings"] = [str(warning.message) for warning in caught if "lost" in str(warning.message)]
     seen["members"] = gossip.members
     seen["consensus"] = gossip.consensus()
+    seen["nodes"] = gossip.topology.world_size
     return seen
 
 
-def test_a_dead_node_is_named_to_all_others_within_five_seconds() -> None:
-    ended = outcomes(lose, 6, method="dcd", on_failure="raise")
+@timing
+def test_a_dead_node_is_named_to_all_others_within_five_seconds(tmp_path: Path) -> None:
+    ended = outcomes(lose, 6, method="dcd", on_failure="raise", folder=str(tmp_path))
     assert ended[2].exitcode == -9
     for outcome in ended[:2] + ended[3:]:
-        assert outcome.error == "PeerLost"
-        assert "rank 2" in outcome.message
+        assert outcome.error == "", outcome.traceback
+        assert outcome.value["lost"] == 2
+        assert outcome.value["after"] < 5
+        assert "rank 2" in outcome.value["message"]
 
 
 @pytest.mark.parametrize("method", ["dpsgd", "dcd", "ecd", "choco", "deepsqueeze"])
 @timing
-def test_those_that_are_left_go_on_without_it(method: str) -> None:
-    ended = outcomes(lose, 6, method=method, on_failure="continue")
+def test_those_that_are_left_go_on_without_it(method: str, tmp_path: Path) -> None:
+    ended = outcomes(lose, 6, method=method, on_failure="continue", folder=str(tmp_path))
     assert ended[2].exitcode == -9
     for outcome in ended[:2] + ended[3:]:
         assert outcome.error == "", outcome.traceback
@@ -297,3 +312,15 @@ def test_those_that_are_left_go_on_without_it(method: str) -> None:
         assert "rank 2 was lost" in outcome.value["warnings"][0]
         assert "5 nodes go on" in outcome.value["warnings"][0]
         assert outcome.value["consensus"] < 0.5
+
+
+def test_one_node_after_the_other_may_be_lost_until_one_is_left(tmp_path: Path) -> None:
+    """Rank 0 holds the store that the others meet by."""
+    deaths = {3: 8, 1: 20, 2: 35}
+    settings = {"method": "choco", "on_failure": "continue", "folder": str(tmp_path), "deaths": deaths, "steps": 45}
+    ended = outcomes(lose, 4, **settings)
+    assert [outcome.exitcode for outcome in ended] == [0, -9, -9, -9]
+    last = ended[0].value
+    assert (last["steps"], last["members"], last["nodes"], last["consensus"]) == (45, [0], 1, 0.0)
+    for rank, message in zip((3, 1, 2), last["warnings"], strict=True):
+        assert f"rank {rank} was lost" in message

@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "lab": {"train"},
     "thinwire": {"lab", "report"},
     "bench": {"thinwire"},
-    "integrations": {"thinwire"},
+    "integrations": {"train"},
     "jobs": {"bench"},
     "cli": {"jobs"},
     "__main__": {"cli"},

@@ -10,8 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli import app
+from thinwire.compress.quantize import build as compressor_of
 from thinwire.control.prices import ways
 from thinwire.exchange import build, complete
+from thinwire.gossip import METHODS
+from thinwire.gossip.topology import build as topology_of
 from thinwire.types import Network
 
 runner = CliRunner()
@@ -41,6 +44,31 @@ def test_our_prices_are_those_of_the_exchanges() -> None:
     exchange = build(complete("topk-allgather", 0.01, "direct"), (100_000,))
     expected = exchange.seconds(network, 100_000, 0.01, 4)
     assert figures["seconds"]["topk-allgather over direct"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_gossip_stands_beside_them_with_its_price_in_consensus() -> None:
+    figures = _figures("--hosts 8 --params 100000 --latency 20ms --rate 5mbit --ratio 0.01")
+    network, ring = Network(alpha=20e-3, beta=1.6e-6), topology_of("ring", 8)
+    for name, method, compressor in (("dcd int8", "dcd", "int8"), ("choco topk:0.01", "choco", "topk:0.01")):
+        expected = METHODS[method].seconds(network, ring, compressor_of(compressor), 100_000)
+        found = figures["gossip"][f"{name} over ring"]
+        assert found == {"seconds": expected, "spectral_gap": ring.spectral_gap, "turns": 1}
+    assert figures["gossip"]["dcd int8 over ring"]["seconds"] == pytest.approx(20e-3 + 2 * 100e3 * 1.6e-6, rel=0.01)
+    # Everyone has heard everyone after three turns, for half the bytes of a ring's.
+    turns = figures["gossip"]["dpsgd over one-peer-exponential"]
+    assert (turns["spectral_gap"], turns["turns"]) == (1.0, 3)
+    assert "dcd int8 over one-peer-exponential" not in figures["gossip"]
+    # Where latency is long and the wire thin, no all-reduce of everything comes near.
+    dense = min(seconds for name, seconds in figures["seconds"].items() if name.startswith("dense"))
+    assert figures["gossip"]["dcd int8 over ring"]["seconds"] < dense / 3
+
+
+def test_a_person_sees_both_prices_of_gossip() -> None:
+    arguments = ["plan", *"--hosts 8 --params 1000 --ratio 0.01".split()]
+    lines = runner.invoke(app, arguments, env={"COLUMNS": "160"}).output.splitlines()
+    assert "spectral gap" in lines[1]
+    assert [line.split()[-1] for line in lines if line.startswith("dcd int8 over ring")] == ["0.195"]
+    assert sum("one-peer" in line and line.rstrip().endswith("1 in 3 steps") for line in lines) == 2
 
 
 @pytest.mark.parametrize("prices", ["ours", "paper"])

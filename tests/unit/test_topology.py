@@ -101,6 +101,7 @@ def test_complete_averages_in_one_step_and_allows_dcd_any_compressor_but_for_its
         ([[1.5, -0.5], [-0.5, 1.5]], "negative"),
         ([[float("nan"), 1.0], [1.0, 0.0]], "negative"),
         ([[1.0, 0.0], [0.0, 1.0]], r"not connected: 0 \| 1"),
+        ([[0.0, 1.0], [1.0, 0.0]], "swap their models for ever"),
         ([[0.5, 0.5]], "square"),
     ],
 )

@@ -27,6 +27,20 @@ def compress(
 
 
 @app.command()
+def quantize(
+    compressor: Annotated[list[str] | None, typer.Option(help="By name; may be given several times.")] = None,
+    numel: Annotated[int, typer.Option(min=1, help="Entries of the model.")] = 1 << 24,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the best counts.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the random model.")] = 0,
+    json: Json = False,
+) -> None:
+    """Packing and unpacking of everything that gossip can compress to."""
+    from thinwire.bench import quantize
+
+    quantize.main(compressor or [], numel, repeats, seed, as_json=json)
+
+
+@app.command()
 def regret(
     hosts: Annotated[list[int] | None, typer.Option(help="Hosts in the lab; may be given several times.")] = None,
     params: Annotated[list[int] | None, typer.Option(help="Entries of the gradient; likewise.")] = None,

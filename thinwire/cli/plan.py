@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 64, 16
 _HOSTS = 64  # playing every message of more takes minutes
+_GRAPHS = ("ring", "exponential", "one-peer-exponential")
+_GOSSIP = (
+    ("dpsgd", "none"),
+    ("dcd", "int8"),
+    ("ecd", "int16"),
+    ("choco", "int8"),
+    ("choco", "sign"),
+    ("deepsqueeze", "int8"),
+)
 
 Hosts = Annotated[int, typer.Option(min=1, help="How many hosts, one rank each.")]
 Params = Annotated[
@@ -51,12 +60,17 @@ High = Annotated[float, typer.Option(help="The largest ratio of the front.")]
 
 
 class _Line(NamedTuple):
-    """One exchange in the table: its price, and what it sends."""
+    """One way in the table: its price, and what it sends. Gossip has a price in consensus too, its spectral gap.
+
+    Where a graph changes, the gap is that of all its turns, as many steps as it has.
+    """
 
     name: str
     seconds: float
     messages: float
     nbytes: float
+    gap: float = 1.0
+    turns: int = 1
 
 
 class _Prices(NamedTuple):
@@ -65,6 +79,7 @@ class _Prices(NamedTuple):
     lines: Callable[[float], list[_Line]]
     fastest: Callable[[float], float]
     columns: tuple[str, str]
+    gossip: Callable[[float], list[_Line]] = lambda ratio: []
 
 
 def plan(
@@ -82,7 +97,8 @@ def plan(
 ) -> None:
     """Price every way of exchanging gradients on a network that need not exist.
 
-    With --ratio: one table, the fastest first.
+    With --ratio: one table, the fastest first. Gossip mixes models with neighbours instead of averaging over all: its
+    spectral gap says how much of the nodes' disagreement a step takes away, where an exchange takes all of it.
     Without: the Pareto front of time against gain too, and the table at its knee
     (the paper's choice: weights 0.6 for time and 0.4 for 1/gain).
     Nothing is started and nothing is sent.
@@ -101,9 +117,11 @@ def plan(
             points = pareto.front(price_list.fastest, gain, low, high)
             chosen = pareto.knee(price_list.fastest, gain, low, high)
     lines = sorted(price_list.lines(chosen), key=lambda line: line.seconds)
+    gossip = price_list.gossip(chosen)
     if json:
-        typer.echo(json_module.dumps(_figures(lines, chosen, points)))
+        typer.echo(json_module.dumps(_figures(lines, gossip, chosen, points)))
         return
+    lines = sorted([*lines, *gossip], key=lambda line: line.seconds)
     _print_table(lines, price_list, f"{params:,} parameters, {hosts} hosts, {latency}, {rate}, ratio {chosen:.3g}")
     if points is not None:
         _print_front(points, chosen, gains)
@@ -197,14 +215,37 @@ def _ours(network: Network, params: int, hosts: int, low: float, high: float) ->
     def fastest(ratio: float) -> float:
         return float(np.interp(ratio, *knots()))  # time is all but a straight line between neighbours
 
-    return _Prices(lines, fastest, ("messages", "bytes"))
+    return _Prices(lines, fastest, ("messages", "bytes"), functools.partial(_gossip, network, params, hosts))
 
 
-def _figures(lines: list[_Line], ratio: float, points: Front | None) -> dict[str, Any]:
+def _gossip(network: Network, params: int, hosts: int, ratio: float) -> list[_Line]:
+    """A mixing step of each method with what it is usually compressed to; the mean of a graph's turns."""
+    from thinwire.compress.quantize import build
+    from thinwire.gossip import METHODS
+    from thinwire.gossip.topology import build as graph_of
+
+    lines = []
+    for graph in (graph_of(name, hosts) for name in _GRAPHS):
+        turns, gap = graph.period, 1 - graph.rho**graph.period
+        messages = sum(len(graph.destinations(rank, step)) for rank in range(hosts) for step in range(turns)) / turns
+        for name, spec in (*_GOSSIP, ("choco", f"topk:{ratio:g}")):
+            method, compressor = METHODS[name], build(spec)
+            if graph.static or not method.needs_fixed_graph:
+                seconds = method.seconds(network, graph, compressor, params, steps=turns) / turns
+                nbytes = messages * method.message_bytes(compressor, params)
+                title = f"{name} over {graph.name}" if spec == "none" else f"{name} {spec} over {graph.name}"
+                lines.append(_Line(title, seconds, messages, nbytes, gap, turns))
+    return lines
+
+
+def _figures(lines: list[_Line], gossip: list[_Line], ratio: float, points: Front | None) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "seconds": {line.name: line.seconds for line in lines},
         "best": lines[0].name,
         "ratio": ratio,
+        "gossip": {
+            line.name: {"seconds": line.seconds, "spectral_gap": line.gap, "turns": line.turns} for line in gossip
+        },
     }
     if points is not None:
         figures["front"] = [
@@ -221,10 +262,12 @@ def _print_table(lines: list[_Line], prices: _Prices, title: str) -> None:
 
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
     table.add_column("exchange")
-    for column in ("time", *prices.columns):
+    for column in ("time", *prices.columns, "spectral gap"):
         table.add_column(column, justify="right")
     for line in lines:
-        table.add_row(line.name, format_seconds(line.seconds), f"{line.messages:.3g}", f"{line.nbytes:,.0f}")
+        volume = f"{line.messages:.3g}", f"{line.nbytes:,.0f}"
+        gap = f"{line.gap:.3g}" + (f" in {line.turns} steps" if line.turns > 1 else "")
+        table.add_row(line.name, format_seconds(line.seconds), *volume, gap)
     Console().print(table)
 
 

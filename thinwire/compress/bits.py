@@ -20,15 +20,16 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from thinwire.compress.kernels import _compiled, _compiled_local
+from thinwire.compress.plain_bits import GROUP as GROUP
+from thinwire.compress.plain_bits import LANES as LANES
+from thinwire.compress.plain_bits import MULTIPLIER, PRIME, WEYL
 
-GROUP = 64
 _U = np.uint64
 _U32 = np.uint32
-_MULTIPLIER = np.uint64(0xD256D193)
-_WEYL = np.uint32(0x9E3779B9)
+_MULTIPLIER = np.uint64(MULTIPLIER)
+_WEYL = np.uint32(WEYL)
 _LOW = np.uint64(0xFFFFFFFF)
-_PRIME = np.uint64(0x9E3779B97F4A7C15)
-LANES = 8
+_PRIME = np.uint64(PRIME)
 
 
 @intrinsic
@@ -232,34 +233,48 @@ def dequantize(units, words, bits, centre, top, block, out, numbers):
 
 
 @_compiled
-def sample(x, stream, key, values):
-    """One entry out of each of k runs of nearly equal length, times the length of its run."""
-    n, k = x.shape[0], values.shape[0]
-    for i in range(_U(k)):
-        start, length = _run(i, _U(n), _U(k))
-        values[i] = x[start + _pick(i, length, stream, key)] * x.dtype.type(length)
+def sample(x, stream, key, blown_up, values):
+    """One entry out of each of k runs of nearly equal length, times the length of its run if they are `blown_up`."""
+    runs = _runs(x.shape[0], values.shape[0])
+    start, rest = _U(0), _U(0)
+    for i in range(_U(values.shape[0])):
+        if i & _U(1) == _U(0):
+            word, other = _philox(_U32(i >> _U(1)), stream, key)
+        else:
+            word = other
+        length, rest = _length(rest, runs)
+        entry = x[start + ((_U(word) * length) >> _U(32))]
+        values[i] = entry * x.dtype.type(length) if blown_up else entry
+        start += length
 
 
 @_compiled
 def unsample(values, stream, key, out):
     """The inverse, as far as there is one: the drawn entries at their places, zeros elsewhere."""
     out[:] = 0
-    n, k = out.shape[0], values.shape[0]
-    for i in range(_U(k)):
-        start, length = _run(i, _U(n), _U(k))
-        out[start + _pick(i, length, stream, key)] = values[i]
+    runs = _runs(out.shape[0], values.shape[0])
+    start, rest = _U(0), _U(0)
+    for i in range(_U(values.shape[0])):
+        if i & _U(1) == _U(0):
+            word, other = _philox(_U32(i >> _U(1)), stream, key)
+        else:
+            word = other
+        length, rest = _length(rest, runs)
+        out[start + ((_U(word) * length) >> _U(32))] = values[i]
+        start += length
 
 
 @njit(inline="always")
-def _run(i, n, k):
-    start = i * n // k
-    return start, (i + _U(1)) * n // k - start
+def _runs(n, k):
+    """Run i goes from i n // k to (i + 1) n // k: n // k entries, and one more whenever the rests add up to k."""
+    return _U(n) // _U(k), _U(n) % _U(k), _U(k)
 
 
 @njit(inline="always")
-def _pick(i, length, stream, key):
-    first, _ = _philox(_U32(i), stream, key)
-    return (_U(first) * length) >> _U(32)
+def _length(rest, runs):
+    whole, part, k = runs
+    rest += part
+    return (whole + _U(1), rest - k) if rest >= k else (whole, rest)
 
 
 @_compiled

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from thinwire.compress import bits as loops
-from thinwire.compress.base import Compensated, Selector
+from thinwire.compress.base import Compensated
 from thinwire.compress.coding import Coding
-from thinwire.compress.topk import RandomK, TopK
-from thinwire.types import Sparse
+from thinwire.compress.topk import TopK
+
+try:
+    from thinwire.compress import bits as loops
+except ImportError:  # numba follows new Pythons with some delay; codes are the same without it
+    from thinwire.compress import plain_bits as loops  # type: ignore[no-redef]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
@@ -265,35 +268,37 @@ class RandomSparse(Compressor):
 
     Tang et al. 2018 keep each entry with probability p on its own. Then the size of a message is random; with one entry
     from each of k runs it is fixed, every entry has the same chance, and the key is sent instead of k indices.
+
+    Args:
+        ratio: the share of entries that is sent.
+        as_they_are: without blowing them up, which is random-k: biased, and a contraction.
     """
 
     ratio: float
-    shrunk: bool = False
+    as_they_are: bool = False
 
     def __post_init__(self) -> None:
         _check_ratio(self.ratio)
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"random:{self.ratio:g}" + ("-shrunk" if self.shrunk else "")
+        return f"{'randk' if self.as_they_are else 'random'}:{self.ratio:g}"
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        return not self.shrunk
+        return not self.as_they_are
 
     def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         return 8 + _whole_words(_count(self.ratio, numel) * dtype.itemsize)
 
     def contraction(self) -> Compressor:
-        return RandomSparse(self.ratio, shrunk=True)  # 1 + omega is 1 / ratio: the entries as they are
+        return RandomSparse(self.ratio, as_they_are=True)  # 1 + omega is 1 / ratio: what the entries are blown up by
 
     def encode(self, x: torch.Tensor, out: torch.Tensor, draw: Draw) -> bool:
         out[:8].numpy().view(np.uint64)[0] = draw.key
         key, values = self._parts(out, x.numel(), x.dtype)
-        loops.sample(_array(x), *key, values)
-        if self.shrunk:
-            values *= x.numpy().dtype.type(len(values) / max(1, x.numel()))
-        return is_finite(x) and bool(np.isfinite(values).all())  # the drawn ones are blown up
+        loops.sample(_array(x), *key, not self.as_they_are, values)
+        return is_finite(x) and bool(np.isfinite(values).all())  # the drawn ones may be blown up
 
     def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
         key, values = self._parts(code, out.numel(), out.dtype)
@@ -310,10 +315,9 @@ class RandomSparse(Compressor):
 
 
 @dataclass(frozen=True)
-class Selected(Compressor):
-    """A share of the entries as they are, zeros elsewhere: top-k with indices, or random-k with its seed. Biased."""
+class Largest(Compressor):
+    """The entries of largest magnitude as they are, with their indices, and zeros elsewhere: top-k. Biased."""
 
-    kind: str
     ratio: float
     unbiased = False
 
@@ -322,41 +326,21 @@ class Selected(Compressor):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"{self.kind}:{self.ratio:g}"
+        return f"topk:{self.ratio:g}"
 
     def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        if self.kind == "randk":
-            return 16 + _whole_words(_count(self.ratio, numel) * dtype.itemsize)
         return self._coding(numel, dtype).nbytes
 
     def encode(self, x: torch.Tensor, out: torch.Tensor, draw: Draw) -> bool:
         finite = is_finite(x)
         fed = Compensated(x=x.clone() if finite else torch.zeros_like(x), energy=0.0, finite=True)
-        if self.kind == "topk":
-            self._coding(x.numel(), x.dtype).encode(TopK().take(fed, self.ratio, draw.step), out)
-        else:
-            out[:16].view(torch.int64)[:] = torch.tensor([draw._replace(step=0).key >> 1, draw.step])
-            values = out[16:].view(x.dtype)
-            chosen = self._random(out).take(fed, self.ratio, draw.step).values
-            values[: len(chosen)], values[len(chosen) :] = chosen, 0
+        self._coding(x.numel(), x.dtype).encode(TopK().take(fed, self.ratio, draw.step), out)
         return finite
 
     def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
-        entries = self._entries(code, out)
+        entries = self._coding(out.numel(), out.dtype).decode(code)
         _refuse_unless(is_finite(entries.values), "a value that is not finite")
         out.zero_()[entries.indices.long()] = entries.values
-
-    def _entries(self, code: torch.Tensor, out: torch.Tensor) -> Sparse:
-        if self.kind == "topk":
-            return self._coding(out.numel(), out.dtype).decode(code)
-        ones = Compensated(x=torch.ones_like(out), energy=0.0, finite=True)
-        step = int(code[8:16].view(torch.int64)[0])
-        _refuse_unless(step >= 0, "a negative step")
-        indices = self._random(code).take(ones, self.ratio, step).indices
-        return Sparse(indices, code[16:].view(out.dtype)[: len(indices)])
-
-    def _random(self, code: torch.Tensor) -> Selector:
-        return RandomK(int(code[:8].view(torch.int64)[0]) & (_MASK >> 1))
 
     def _coding(self, numel: int, dtype: torch.dtype) -> Coding:
         return Coding(numel, _count(self.ratio, numel), dtype)
@@ -381,10 +365,10 @@ def build(spec: str | Compressor) -> Compressor:
         return Exact()
     if name == "sign":
         return Sign()
-    if name == "random":
-        return RandomSparse(_ratio(spec, given))
-    if name in ("topk", "randk"):
-        return Selected(name, _ratio(spec, given))
+    if name in ("random", "randk"):
+        return RandomSparse(_ratio(spec, given), as_they_are=name == "randk")
+    if name == "topk":
+        return Largest(_ratio(spec, given))
     if name.startswith("qsgd") and name[4:].isdigit():
         return Qsgd(int(name[4:]))
     if name.startswith("int"):
@@ -395,6 +379,11 @@ def build(spec: str | Compressor) -> Compressor:
         f"unknown compressor {spec!r}. Known are: none, int1 to int8, int16, the same with -l2, qsgd2 to qsgd8, "
         "qsgd16, sign, random:RATIO, topk:RATIO, randk:RATIO."
     )
+
+
+def fingerprint(code: torch.Tensor, seed: int) -> int:
+    """64 bits that change when any bit of a code or of the seed does."""
+    return int(loops.fingerprint(code.numpy().view(np.uint64), np.uint64(seed), np.empty(loops.LANES, np.uint64)))
 
 
 def is_finite(x: torch.Tensor) -> bool:

@@ -53,6 +53,7 @@ class Method(ABC):
                 f"{topology.name}. Use dpsgd or deepsqueeze there."
             )
         self.compressor = self.prepared(compressor)
+        self._following: Compressor | None = None
         self.seed = seed
         self.t = 0
         self.skipped = 0
@@ -70,8 +71,26 @@ class Method(ABC):
         self.link = link
         self.topology = topology
         self._started = False
-        plan = f"{self.name} {self.compressor} on {topology.name}"
-        self.mail = Mail(link, topology, plan, self.compressor.nbytes(self.x.numel(), self.x.dtype), self.chained)
+        self.mail = Mail(link, topology, self._plan, self._payload_bytes, self.chained)
+
+    @property
+    def _plan(self) -> str:
+        return f"{self.name} {self.compressor} on {self.topology.name}"
+
+    @property
+    def _payload_bytes(self) -> int:
+        return self.compressor.nbytes(self.x.numel(), self.x.dtype)
+
+    def recompress(self, compressor: Compressor) -> None:
+        """Use another compressor from the next message on. Collective: all nodes change between the same two steps."""
+        self._following = self.prepared(compressor)
+        if not self._started:
+            self._follow()
+
+    def _follow(self) -> None:
+        if self._following is not None:
+            self.compressor, self._following = self._following, None
+            self.mail.change(self._plan, self._payload_bytes)
 
     # --- a step
 
@@ -80,6 +99,7 @@ class Method(ABC):
         self._take_back_unless_finite(x)
         self._mix(x)
         self._advance(x)
+        self._follow()
         if self.overlap:
             self._start(self._outgoing())
 
@@ -163,10 +183,19 @@ class Method(ABC):
 
     def restart(self, link: Link, topology: Topology, x: torch.Tensor, t: int) -> None:
         """Go on from `x` at step `t` among other nodes: every node keeps its model, and tells its neighbours whole."""
+        mail = self.mail
         self._settle(link, topology)
+        self.mail.inherit(mail)
         self.x.copy_(x)
         self.t = t
         self._adopt(exchange_whole(link, topology, self.x))
+
+    def meet(self, x: torch.Tensor) -> None:
+        """Go on from `x`, which is the same on all nodes, so that nothing need be sent. Collective."""
+        if self._started:
+            self._finish()  # it told neighbours of a model that is no more
+        self.x.copy_(x)
+        self._adopt({j: self.x.clone() for j in self.topology.sources(self.link.rank, self.t)})
 
     def _adopt(self, models: dict[int, torch.Tensor]) -> None:  # noqa: B027 (some keep nothing about neighbours)
         """Make what is kept about neighbours true, given their models."""
@@ -192,6 +221,30 @@ class Method(ABC):
         alpha + d b beta for a graph in which every node has d neighbours, where a message has b bytes.
         """
         return play(network, topology, cls.message_bytes(compressor, numel, dtype), steps)
+
+
+class Damped(Method):
+    """A method that goes only a share gamma of the way to its neighbours, and in return takes any compressor.
+
+    The compressor has to be a contraction, so an unbiased one is shrunk (`Compressor.contraction`).
+
+    Args:
+        gamma: the consensus step size, in (0, 1].
+    """
+
+    gamma: float
+
+    def __init__(
+        self, link: Link, topology: Topology, compressor: Compressor, x: torch.Tensor, seed: int, gamma: float | str
+    ) -> None:
+        super().__init__(link, topology, compressor, x, seed)
+        if isinstance(gamma, str) or not 0 < gamma <= 1:
+            raise ValueError(f"gamma must be in (0, 1], or for choco 'auto', got {gamma!r}.")
+        self.gamma = float(gamma)
+
+    @classmethod
+    def prepared(cls, compressor: Compressor) -> Compressor:
+        return compressor.contraction()
 
 
 def exchange_whole(link: Link, topology: Topology, x: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 
 from thinwire.compress.quantize import Compressor
-from thinwire.gossip.base import Method
+from thinwire.gossip.base import Damped
 from thinwire.gossip.topology import Topology
 from thinwire.link.base import Link
 
 
-class DeepSqueeze(Method):
+class DeepSqueeze(Damped):
     """What the compressor left out of a node's model is added to what it compresses next:
 
         v_i = x_i + u + e_i,    e_i <- v_i - C(v_i),
         x_i <- x_i + u + gamma (sum_j w_ij C(v_j) - C(v_i)).
 
-    Args:
-        gamma: the consensus step size, in (0, 1].
+    Nothing is kept about neighbours.
     """
 
     name = "deepsqueeze"
@@ -31,15 +30,8 @@ class DeepSqueeze(Method):
         seed: int = 0,
         gamma: float | str = 0.5,
     ) -> None:
-        super().__init__(link, topology, compressor, x, seed)
-        if isinstance(gamma, str) or not 0 < gamma <= 1:
-            raise ValueError(f"gamma must be in (0, 1], got {gamma!r}.")
-        self.gamma = gamma
+        super().__init__(link, topology, compressor, x, seed, gamma)
         self.error = torch.zeros_like(self.x)
-
-    @classmethod
-    def prepared(cls, compressor: Compressor) -> Compressor:
-        return compressor.contraction()
 
     def _mix(self, x: torch.Tensor) -> None:
         v = torch.add(x, self.error, out=self._decoded)
@@ -48,6 +40,10 @@ class DeepSqueeze(Method):
         x.add_(own, alpha=self.gamma * (self.weight(self.link.rank) - 1))
         for j in codes:
             x.add_(self._read(codes, j), alpha=self.gamma * self.weight(j))
+
+    def meet(self, x: torch.Tensor) -> None:
+        super().meet(x)
+        self.error.zero_()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {**super().tensors(), "error": self.error}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from thinwire.compress import bits as loops
+from thinwire.compress.quantize import fingerprint
 from thinwire.errors import LinkError, LinkTimeout
 from thinwire.gossip.topology import Topology
 from thinwire.link.base import Link, Work
@@ -83,6 +83,11 @@ class _Edge:
     def give_back(self, buffer: torch.Tensor) -> None:
         self._spare.append(buffer)
 
+    def throw_away(self) -> None:
+        """All buffers: the next messages have another size."""
+        self.taken = None
+        self._spare = []
+
 
 class _UnderWay(NamedTuple):
     edges: list[_Edge]
@@ -103,24 +108,36 @@ class Mail:
     """
 
     def __init__(self, link: Link, topology: Topology, plan: str, payload_bytes: int, chained: bool) -> None:
-        assert payload_bytes % 8 == 0, "digests are of whole words"
         self.link = link
         self.topology = topology
         self._lossy = link.lossy
         self.counts: Counter[str] = Counter()
         self.events: list[Event] = []
-        self._plan = plan
-        self._tag = _MAGIC << 32 | zlib.crc32(plan.encode())
+        self._new: list[Event] = []
         self._chained = chained
-        self._nbytes = HEADER_BYTES + payload_bytes
         self._edges: dict[int, _Edge] = {}
         self._said = 0
         self._said_before = 0
         self._under_way: _UnderWay | None = None
+        self._settle(plan, payload_bytes)
+        self._step = 0
+
+    def _settle(self, plan: str, payload_bytes: int) -> None:
+        assert payload_bytes % 8 == 0, "digests are of whole words"
+        self._plan = plan
+        self._tag = _MAGIC << 32 | zlib.crc32(plan.encode())
+        self._nbytes = HEADER_BYTES + payload_bytes
         # Of this round and of the last: a neighbour is at most one round behind.
         self._messages = [torch.zeros(self._nbytes, dtype=torch.uint8) for _ in range(2)]
-        self._lanes = np.empty(loops.LANES, np.uint64)
-        self._step = 0
+
+    def change(self, plan: str, payload_bytes: int) -> None:
+        """Go on with messages of another size. What was said so far stays said."""
+        assert self._under_way is None, "a message of the old size is under way"
+        if self._lossy:
+            raise ValueError("on a link with losses a neighbour may still ask for a message of the old size.")
+        for edge in self._edges.values():
+            edge.throw_away()
+        self._settle(plan, payload_bytes)
 
     @property
     def message_bytes(self) -> int:
@@ -183,8 +200,7 @@ class Mail:
         return message
 
     def _digest(self, message: torch.Tensor, before: int) -> int:
-        words = message[HEADER_BYTES:].numpy().view(np.uint64)
-        return int(loops.fingerprint(words, np.uint64(before), self._lanes))
+        return fingerprint(message[HEADER_BYTES:], before)
 
     # --- hearing
 
@@ -266,7 +282,18 @@ class Mail:
 
     def _note(self, edge: _Edge, what: str) -> None:
         self.counts[what] += 1
-        self.events = [*self.events[1 - _KEPT :], Event(self._step, edge.peer, what)]
+        event = Event(self._step, edge.peer, what)
+        self.events = [*self.events[1 - _KEPT :], event]
+        self._new = [*self._new[1 - _KEPT :], event]
+
+    def inherit(self, other: Mail) -> None:
+        """Go on counting where another ended."""
+        self.counts, self.events, self._new = other.counts, other.events, other._new
+
+    def new_events(self) -> list[Event]:
+        """Those since the last call."""
+        new, self._new = self._new, []
+        return new
 
     # --- resuming
 

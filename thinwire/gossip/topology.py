@@ -196,6 +196,8 @@ def check(matrices: tuple[Array, ...]) -> None:
     if len(pieces) > 1:
         parts = " | ".join(", ".join(map(str, piece)) for piece in pieces)
         raise TopologyError(f"the graph is not connected: {parts}. Nodes would never agree.")
+    if len(matrices) == 1 and np.linalg.eigvalsh(matrices[0])[0] < TOLERANCE - 1:
+        raise TopologyError("W has the eigenvalue -1: nodes would swap their models for ever. Let them keep a share.")
 
 
 def components(nodes: int, edges: Edges, among: Iterable[int]) -> list[list[int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,19 +20,21 @@ from thinwire.compress.quantize import Compressor, Draw, alpha
 from thinwire.compress.quantize import build as compressor_of
 from thinwire.errors import LinkError, PeerLost, RemoteError
 from thinwire.gossip import METHODS, Method
+from thinwire.gossip.base import Damped
 from thinwire.gossip.choco import Choco
 from thinwire.gossip.dcd import Dcd
-from thinwire.gossip.deepsqueeze import DeepSqueeze
 from thinwire.gossip.topology import Array, Edges, Topology
 from thinwire.gossip.topology import build as topology_of
 from thinwire.link.base import Link
 from thinwire.link.tcp import TcpLink
 from thinwire.train.layout import Layout
-from thinwire.train.sync import _agree, _broadcast, _open
+from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _STEPS_BETWEEN_LOOKS = 100
+_GROWTH = 1.25  # of the gap between neighbours from look to look
+_GAP = 0.1  # of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ class GossipRecord:
         dense_bytes: what it would have sent uncompressed.
         skipped: the optimizer's step gave something not finite and was taken back.
         resynchronised: messages that were missing or damaged in this step and were sent again.
+        step_seconds: from the end of the last mixing to the end of this one, NaN for the first.
     """
 
     step: int
@@ -52,6 +57,7 @@ class GossipRecord:
     dense_bytes: int
     skipped: bool
     resynchronised: int
+    step_seconds: float = math.nan
 
 
 class Gossip:
@@ -86,11 +92,14 @@ class Gossip:
         mix_on_step: False if `mix()` is called by hand.
         ignore: names of parameters that are not mixed.
         broadcast_parameters: False if the nodes' models are known to be equal at the start.
+        records: a file for one JSON line per step, and per message, node or step that went wrong, written by rank 0
+            about itself (thinwire/records.py).
 
     Attributes:
         step: how many mixing steps were made.
         skipped: how many of the optimizer's steps were taken back because they gave something not finite.
         members: the ranks of the group that take part, some fewer after a loss.
+        compressor: what is done to what is sent.
         alpha: ||z - C(z)|| / ||z|| as dcd last measured it on its own differences, None for other methods.
         last: the record of the last step, None before the first.
     """
@@ -114,41 +123,42 @@ class Gossip:
         mix_on_step: bool = True,
         ignore: Collection[str] = (),
         broadcast_parameters: bool = True,
+        records: Path | str | None = None,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}. Known are: {', '.join(METHODS)}.")
         if on_failure not in ("raise", "continue"):
             raise ValueError(f"on_failure must be 'raise' or 'continue', got {on_failure!r}.")
-        kind, compress = METHODS[method], compressor_of(compressor)
-        if kind.assumes_unbiased and not compress.unbiased:
-            warnings.warn(
-                f"{compress} is biased, and the theory of {method} covers unbiased compressors only. It may work all "
-                "the same; choco takes any compressor.",
-                stacklevel=2,
-            )
+        kind, self.compressor = METHODS[method], compressor_of(compressor)
+        _warn_of_bias(kind, self.compressor)
         if overlap and not kind.says_early:
             raise ValueError(f"what {method} sends depends on the gradient, so that they cannot overlap.")
         options = {} if gamma is None else {"gamma": gamma}
-        if options and not issubclass(kind, (Choco, DeepSqueeze)):
+        if options and not issubclass(kind, Damped):
             raise ValueError(f"{method} has no consensus step size; gamma is for choco, adagossip and deepsqueeze.")
         self._model = model
         self._layout = Layout.of((name, p) for name, p in model.named_parameters() if name not in ignore)
         self._on_failure = on_failure
         self._timeout = timeout
-        self.link = link if isinstance(link, Link) else _open(link, group, timeout)
+        self.link = open_link(link, group, timeout)
         graph = topology_of(topology, self.link.world_size, weights=weights, seed=seed)
         self.members = list(range(self.link.world_size))
         self.alpha: float | None = None
         self._group = self.link.group
         self._meeting: _Meeting | None = None
+        self._mean: torch.Tensor | None = None
         self.last: GossipRecord | None = None
-        self._plan = f"{method}, {compress}, {graph.name}, gamma {gamma}, seed {seed}"
+        self._plan = f"{method}, {graph.name}, gamma {gamma}, seed {seed}"
+        self.records = begin_records(self.link, records, method=method, gossip=self._plan)
         W = "; ".join(matrix.tobytes().hex() for matrix in graph.matrices)
-        _agree(self.link, {"plan": self._plan, "model": self._layout.describe(), "mixing matrix": W})
+        facts = {"plan": self._plan, "compressor": repr(self.compressor), "model": self._layout.describe()}
+        agree(self.link, {**facts, "mixing matrix": W})
         if broadcast_parameters:
-            _broadcast(self.link, [*model.parameters(), *model.buffers()])
-        self.method: Method = kind(self.link, graph, compress, self._flat(), seed, **options)
+            spread(self.link, [*model.parameters(), *model.buffers()])
+        self.method: Method = kind(self.link, graph, self.compressor, self._flat(), seed, **options)
         self.method.overlap = overlap
+        self._ended = math.nan
+        self._gap = math.inf
         self._hook = optimizer.register_step_post_hook(lambda *_: self.mix()) if mix_on_step else None
 
     @property
@@ -173,12 +183,13 @@ class Gossip:
         """What `optimizer.step()` ends with. Call on all nodes."""
         link, start, sent, skipped = self.link, self.link.now(), self.link.sent_bytes, self.skipped
         mended = self.method.mail.counts["resynchronised"]
+        self._settle_on_the_mean()
         self._read_update()
         try:
             if self._meeting is None:
                 self._watch_alpha()
                 self.method.step(self._x)
-                self._watch_distance()
+                self._watch_gap()
             else:
                 self._step_alone(self._meeting)
         except (PeerLost, RemoteError) as error:
@@ -190,14 +201,35 @@ class Gossip:
             raise
         self._write(self.method.x)
         neighbours = len(self.topology.destinations(self.link.rank, self.step - 1))
+        now = self.link.now()
         self.last = GossipRecord(
             step=self.step - 1,
-            seconds=self.link.now() - start,
+            seconds=now - start,
             sent_bytes=self.link.sent_bytes - (sent if link is self.link else 0),
             dense_bytes=neighbours * self._layout.nbytes,
             skipped=self.skipped > skipped,
-            resynchronised=max(0, self.method.mail.counts["resynchronised"] - mended),  # after a loss counts begin anew
+            resynchronised=self.method.mail.counts["resynchronised"] - mended,
+            step_seconds=now - self._ended,
         )
+        self._ended = now
+        self._record_step(self.last)
+
+    def recompress(self, compressor: str | Compressor) -> None:
+        """Compress otherwise from the next message on. Call on all nodes, between the same two steps.
+
+        For a network that has changed. adagossip is made for it; choco's gamma is chosen anew if it is "auto".
+        """
+        self.compressor = compressor_of(compressor)
+        _warn_of_bias(type(self.method), self.compressor)
+        self.method.recompress(self.compressor)
+
+    def _record_step(self, last: GossipRecord) -> None:
+        if self.records is None:
+            return
+        for event in self.method.mail.new_events():
+            self.records.write("edge", **event._asdict())
+        plan = {"exchange": self.method.name, "collective": self.topology.name, "ratio": str(self.compressor)}
+        self.records.write("step", **asdict(last), plan=plan)
 
     def _read_update(self) -> None:
         """x = x_t + u. Parameters in half precision hold a rounded x_t, and u is what the optimizer did to that."""
@@ -235,17 +267,19 @@ class Gossip:
                 stacklevel=4,
             )
 
-    def _watch_distance(self) -> None:
-        """Choco's gamma, every hundred steps: too large a one drives neighbours apart."""
-        if isinstance(self.method, Choco) and self.step % _STEPS_BETWEEN_LOOKS == 0:
-            distance = self.method.distance()
-            if distance > 1:
-                warnings.warn(
-                    f"neighbours drift apart: at step {self.step} they are {distance:.3g} times the size of the model "
-                    f"away. {self.method.name}'s gamma of {self.method.gamma:g} is too large for "
-                    f"{self.method.compressor} on {self.topology.name}.",
-                    stacklevel=4,
-                )
+    def _watch_gap(self) -> None:
+        """Choco's gamma, every hundred steps: with too large a one neighbours drift apart, faster and faster."""
+        if not isinstance(self.method, Choco) or self.step % _STEPS_BETWEEN_LOOKS:
+            return
+        gap, size = self.method.gap(), float(torch.linalg.vector_norm(self.method.x))
+        growth, self._gap = gap / self._gap if self._gap > 0 else 0.0, gap
+        if growth > _GROWTH and gap > _GAP * size:
+            warnings.warn(
+                f"neighbours drift apart: at step {self.step} they are {gap / size:.3g} times the size of the model "
+                f"away, {growth:.3g} times as far as {_STEPS_BETWEEN_LOOKS} steps ago. {self.method.name}'s gamma of "
+                f"{self.method.gamma:g} may be too large for {self.method.compressor} on {self.topology.name}.",
+                stacklevel=4,
+            )
 
     # --- looking at all nodes at once
 
@@ -256,12 +290,16 @@ class Gossip:
         ALL_REDUCES["ring"].run(link, mean.div_(link.world_size))
         away = torch.linalg.vector_norm((self._flat() - mean).double()).square().view(1)
         ALL_REDUCES["tree"].run(link, away.div_(link.world_size))
-        return float(away.sqrt() / torch.linalg.vector_norm(mean.double()).clamp_min(1e-300))
+        distance = float(away.sqrt() / torch.linalg.vector_norm(mean.double()).clamp_min(1e-300))
+        if self.records is not None:
+            self.records.write("consensus", step=self.step, distance=distance)
+        return distance
 
     def average(self) -> Averaged:
         """Make the parameters the exact mean over all nodes, and so floating-point buffers. Call on all nodes.
 
-        As a context manager it gives every node its own back at the end. Without, training goes on from the mean.
+        As a context manager it gives every node its own back at the end. Without, training goes on from the mean, and
+        the next state_dict has it.
         """
         buffers = [b for b in self._model.buffers() if b.is_floating_point()]
         tensors = [p.detach() for p in self._layout.parameters.values()] + buffers
@@ -272,18 +310,27 @@ class Gossip:
             ALL_REDUCES["ring"].run(self.link, flat.div_(self.link.world_size))
             for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        return Averaged(tensors, own)
+            self._mean = flat[: self._layout.numel]
+        return Averaged(self, tensors, own)
+
+    def _settle_on_the_mean(self) -> None:
+        """After an average that was meant to stay: all nodes have the same model, and know it of each other."""
+        if self._mean is not None:
+            mean, self._mean = self._mean, None
+            self.method.meet(mean)
 
     # --- resuming
 
     def state_dict(self) -> dict[str, Any]:
         """All that this node needs to go on as if nothing had happened: numbers, and tensors by parameter name."""
+        self._settle_on_the_mean()
         numbers = self.method.numbers()
         return {
             "version": _STATE_VERSION,
             "rank": self.link.rank,
             "world_size": self.link.world_size,
             "plan": self._plan,
+            "compressor": str(self.compressor),
             "step": numbers["t"],
             "skipped": numbers["skipped"],
             "said": {who: f"{digest:016x}" for who, digest in numbers["said"].items()},
@@ -306,7 +353,10 @@ class Gossip:
                 )
         tensors = {role: self._from_names(role, state["tensors"].get(role)) for role in self.method.tensors()}
         said = {who: int(digest, 16) for who, digest in state["said"].items()}
+        if state["compressor"] != str(self.compressor):  # it was changed on the way
+            self.recompress(state["compressor"])
         self.method.load(tensors, {"t": int(state["step"]), "skipped": int(state["skipped"]), "said": said})
+        self._mean = None
         self._write(self.method.x)
 
     def _by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -349,6 +399,9 @@ class Gossip:
             f"{topology.name} with spectral gap {topology.spectral_gap:.3g}.",
             stacklevel=4,
         )
+        if self.records is not None:
+            members, gap = self.members, topology.spectral_gap
+            self.records.write("lost", step=self.step, peer=name, members=members, spectral_gap=gap)
         self._read_update()  # the failed step may have changed it
         self._step_alone(_Meeting(topology, int(steps.max())))
 
@@ -359,11 +412,17 @@ class Gossip:
         if self._meeting is None:
             self.method.restart(self.link, meeting.topology, self._x, self.step)
 
+    def pause(self) -> None:
+        """What happens until the next step is no step's time: a test, a checkpoint. Call on all ranks."""
+        self._ended = math.nan
+
     def close(self) -> None:
         """Say goodbye to the neighbours. Nothing can be mixed after."""
         if self._hook is not None:
             self._hook.remove()
         self.link.close()
+        if self.records is not None:
+            self.records.close()
 
 
 class _Meeting(NamedTuple):
@@ -376,14 +435,23 @@ class _Meeting(NamedTuple):
 class Averaged:
     """Parameters that are the mean of all nodes'; as a context manager, only until it ends."""
 
-    def __init__(self, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> None:
-        self._tensors, self._own = tensors, own
+    def __init__(self, gossip: Gossip, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> None:
+        self._gossip, self._tensors, self._own = gossip, tensors, own
 
     def __enter__(self) -> None:
-        pass
+        self._gossip._mean = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         for tensor, own in zip(self._tensors, self._own, strict=True):
             tensor.copy_(own)
+
+
+def _warn_of_bias(kind: type[Method], compressor: Compressor) -> None:
+    if kind.assumes_unbiased and not compressor.unbiased:
+        warnings.warn(
+            f"{compressor} is biased, and the theory of {kind.name} covers unbiased compressors only. It may work all "
+            "the same; choco takes any compressor.",
+            stacklevel=3,
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -16,25 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.collectives import ALL_GATHERS, BROADCASTS
+from thinwire.collectives import ALL_GATHERS
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.explain import explain
 from thinwire.control.prices import Prices, ways
-from thinwire.errors import PlanMismatch
 from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete
 from thinwire.link.base import Link
-from thinwire.link.process import ProcessLink
-from thinwire.link.tcp import TcpLink
-from thinwire.records import Records
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
 from thinwire.train.pilot import Course, Pilot
+from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
 _STATE_VERSION = 1
 _STEPS_COMPARED = 16
 _STEPS_UNEXPLORED = 100
-_LINKS = {"tcp": TcpLink, "process": ProcessLink}
 
 
 class Synchronizer:
@@ -74,6 +69,7 @@ class Synchronizer:
         step: how many synchronised steps were made.
         skipped: how many of them were discarded because some rank's gradient was not finite.
         last: the record of the last step, None before the first.
+        records: where rank 0 writes; None on the others, or where nothing is recorded.
     """
 
     def __init__(
@@ -107,29 +103,19 @@ class Synchronizer:
         self.last: StepRecord | None = None
         self._scaler = scaler
         self._exchanges: dict[Plan, Exchange] = {}
-        self.link = link if isinstance(link, Link) else _open(link, group, timeout)
+        self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
             plan = complete("dense", 1.0, "ring")
         prices = _prices(self._layout, self.link, controller)
-        self._records = self._begin_records(records, **_described(prices, controller))
+        self.records = begin_records(self.link, records, **_described(prices, controller))
         self._steering = Stopwatch(self.link)
-        self._pilot = Pilot(self.link, prices, controller, plan, self._records)
+        self._pilot = Pilot(self.link, prices, controller, plan, self.records)
         options = f"low_pass={low_pass!r}, {'a' if scaler else 'no'} scaler"
         rule = str(plan) if controller is None else repr(controller)
-        _agree(self.link, {"plan": rule, "model": self._layout.describe(), "options": options})
+        agree(self.link, {"plan": rule, "model": self._layout.describe(), "options": options})
         if broadcast_parameters:
-            _broadcast(self.link, [*model.parameters(), *model.buffers()])
+            spread(self.link, [*model.parameters(), *model.buffers()])
         self._pilot.survey()
-
-    def _begin_records(self, path: Path | str | None, **run: Any) -> Records | None:
-        """On rank 0 only, so the others must be told if it cannot: they would wait for it."""
-        if path is None or self.link.rank != 0:
-            return None
-        try:
-            return Records(path, **run)
-        except OSError as error:
-            self.link.abort(f"{type(error).__name__}: {error}")
-            raise
 
     @property
     def plan(self) -> Plan:
@@ -253,10 +239,10 @@ class Synchronizer:
         )
         self.step += 1
         self.skipped += skip
-        if self._records is not None:
+        if self.records is not None:
             network = self.network
             seen = {} if network is None else {"alpha": network.alpha, "beta": network.beta}
-            self._records.write("step", **(asdict(self.last) | {"plan": asdict(self.last.plan)}), **seen)
+            self.records.write("step", **(asdict(self.last) | {"plan": asdict(self.last.plan)}), **seen)
 
     def look(self, bucket: torch.Tensor) -> None:
         """See how the energy of a part of the gradient is spread."""
@@ -290,6 +276,10 @@ class Synchronizer:
                 stacklevel=2,
             )
 
+    def pause(self) -> None:
+        """What happens until the next step is no step's time: a test, a checkpoint. Call on all ranks."""
+        self._pilot.pause()
+
     @property
     def controller(self) -> Adaptive | None:
         """What decides; None where the plan is fixed."""
@@ -306,13 +296,13 @@ class Synchronizer:
 
         The error is not put back: whoever tries something out keeps a copy of all that it changes.
         """
-        pilot, records, counts = self._pilot, self._records, (self.step, self.skipped, self.last)
+        pilot, records, counts = self._pilot, self.records, (self.step, self.skipped, self.last)
         self._pilot = Pilot(self.link, pilot.prices, None, complete(exchange, ratio))
-        self._records = None
+        self.records = None
         try:
             yield
         finally:
-            self._pilot, self._records = pilot, records
+            self._pilot, self.records = pilot, records
             self.step, self.skipped, self.last = counts
 
     def explored(self, exchange: str, gains: Mapping[float, float]) -> None:
@@ -367,8 +357,8 @@ class Synchronizer:
     def close(self) -> None:
         """Say goodbye to the other ranks. Nothing can be averaged after."""
         self.link.close()
-        if self._records is not None:
-            self._records.close()
+        if self.records is not None:
+            self.records.close()
 
 
 def _first_plan(
@@ -409,47 +399,8 @@ def _described(prices: Prices, controller: Adaptive | None) -> dict[str, Any]:
     return {"prices": prices.to_json(), "controller": None if controller is None else asdict(controller)}
 
 
-def _open(name: str, group: dist.ProcessGroup | None, timeout: float) -> Link:
-    if name not in _LINKS:
-        raise ValueError(f"unknown link {name!r}. Known are: {', '.join(_LINKS)}.")
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "there is no process group. Start the script with torchrun and call "
-            "torch.distributed.init_process_group() first."
-        )
-    return _LINKS[name](group, timeout=timeout)
-
-
 def _gain(told: Told) -> float:
     """Energy sent over energy available. Sums of float32 may come out a little above 1, or beyond its range."""
     if told.energy == 0:
         return 1.0
     return min(1.0, told.energy_sent / told.energy) if math.isfinite(told.energy) else math.nan
-
-
-def _agree(link: Link, facts: dict[str, str]) -> None:
-    """Refuse to start unless every rank has the same facts."""
-    link.moment = Moment(plan="start")
-    digests = torch.zeros(link.world_size, len(facts), 32, dtype=torch.uint8)
-    for i, fact in enumerate(facts.values()):
-        digests[link.rank, i] = torch.tensor(list(hashlib.sha256(fact.encode()).digest()))
-    ALL_GATHERS["direct"].run(link, digests.view(-1))
-    for rank in range(link.world_size):
-        for i, (name, fact) in enumerate(facts.items()):
-            if not torch.equal(digests[rank, i], digests[link.rank, i]):
-                raise PlanMismatch(
-                    f"rank {rank} has another {name} than rank {link.rank}, whose {name} is: {fact[:500]}.",
-                    rank=link.rank,
-                    peer=rank,
-                )
-
-
-def _broadcast(link: Link, tensors: list[torch.Tensor]) -> None:
-    """Make all tensors rank 0's, in one message for each type."""
-    link.moment = Moment(plan="start")
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        same = [t.detach() for t in tensors if t.dtype == dtype]
-        flat = torch.cat([t.reshape(-1) for t in same])
-        BROADCASTS["tree"].run(link, flat)
-        for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
