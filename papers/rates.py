@@ -31,7 +31,7 @@ NODES, NUMEL = 4, 256
 FAITHFUL = ("dpsgd none", "dcd int8", "ecd int16", "choco int8", "choco sign", "choco topk:0.1")
 NOISY = (*FAITHFUL, "ecd int8")
 EXACT = ("dpsgd none", "dcd int8", "choco int8", "naive int4", "naive int6", "naive int8", "naive int16")
-SMALL_NET = (*FAITHFUL, "naive int4", "naive int5", "naive int6", "naive int8")
+SMALL_NET = (*FAITHFUL, "naive int3", "naive int4", "naive int5", "naive int8")
 LAYERS = ((32, 64), (32,), (10, 32), (10,))
 
 

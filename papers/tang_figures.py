@@ -179,7 +179,8 @@ def draw(runs: dict[str, Any], path: Path) -> None:
                 over_time.plot(at, loss, label=method, linewidth=1, color=f"C{number}")
                 epochs.bar(method, EPOCH * result["step_seconds"], color=f"C{number}")
         over_time.set(title=f"{rate}, {latency}", xlabel="seconds", ylabel="training loss" if column == 0 else "")
-        over_time.legend(fontsize=7)
+        if over_time.lines:
+            over_time.legend(fontsize=7)
         epochs.set(ylabel="seconds per epoch" if column == 0 else "")
         epochs.tick_params(axis="x", rotation=60, labelsize=7)
     figure.tight_layout()
