@@ -14,7 +14,7 @@ Value = float | bool | str
 Pair = tuple[int, int]
 
 DISTRIBUTIONS = ("uniform", "normal")
-PACKETS_PER_SECOND = 8_000  # what the relay carries on less than half a core, with as many acknowledgements
+PACKETS_PER_SECOND = 7_000  # what the relay carries on less than half a core, with as many acknowledgements
 LEAST_MTU, MOST_MTU = 1500, 65_000
 # What belongs to a host, to a site's line, and to an ordered pair of hosts.
 OF_HOST = ("up", "down", "queue")
@@ -155,7 +155,7 @@ def fitting_mtu(peak: float) -> int:
     """Packets large enough that the relay can carry so many bytes per second, and no larger.
 
     >>> fitting_mtu(2.5e6), fitting_mtu(250e6), fitting_mtu(math.inf)
-    (1500, 31250, 65000)
+    (1500, 35715, 65000)
     """
     wanted = math.inf if math.isinf(peak) else math.ceil(peak / PACKETS_PER_SECOND)
     return int(min(max(wanted, LEAST_MTU), MOST_MTU))
