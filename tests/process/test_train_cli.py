@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.disks import small_disk
 from tests.process.terminals import Terminal
 from tests.timing import timing
 from thinwire.cli import app
@@ -311,29 +312,20 @@ def test_only_limits_may_change_when_a_run_goes_on(out: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
-    try:
+def full_soon(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "2m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_one_sentence_and_loses_nothing(small_disk: Path) -> None:
-    words = ["--hosts", "2", "--name", "run", "--out", str(small_disk), "--model", "cnn", "--method", "ddp"]
+def test_a_full_disk_is_one_sentence_and_loses_nothing(full_soon: Path) -> None:
+    words = ["--hosts", "2", "--name", "run", "--out", str(full_soon), "--model", "cnn", "--method", "ddp"]
     code, _, err = done("train", "digits", *words, "--steps", "3")
     assert code == 0, err
-    folder = small_disk / "run"
+    folder = full_soon / "run"
     before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
     assert before
-    full = small_disk / "other"
-    full.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize))
+    full = full_soon / "other"
+    full.write_bytes(b"x" * (os.statvfs(full_soon).f_bavail * os.statvfs(full_soon).f_frsize))
     code, text, err = done("train", "--resume", str(folder), "--steps", "30")
     assert code == 1, err
     assert "No space left on device" in err and "Traceback" not in err

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.disks import small_disk
 from thinwire.errors import CheckpointError
 from thinwire.train import checkpoint as module
 from thinwire.train.checkpoint import Checkpoint
@@ -721,37 +722,28 @@ def test_killed_while_saving_a_step_again_no_mixture_is_taken_for_a_state(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
-    try:
+def full_soon(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_generation_before_and_no_temporary_file(small_disk: Path) -> None:
-    checkpoint = Checkpoint(small_disk, rank=0, world_size=1)
+def test_a_full_disk_leaves_the_generation_before_and_no_temporary_file(full_soon: Path) -> None:
+    checkpoint = Checkpoint(full_soon, rank=0, world_size=1)
     checkpoint.save(small_state(10), 10)
-    before = files_of(small_disk)
+    before = files_of(full_soon)
     with pytest.raises(OSError) as caught:
         checkpoint.save({"x": torch.ones(2**20)}, 20)
     assert caught.value.errno == errno.ENOSPC
-    assert files_of(small_disk) == before and not (small_disk / "step-000000020").exists()
+    assert files_of(full_soon) == before and not (full_soon / "step-000000020").exists()
     assert_same(checkpoint.load(), (small_state(10), 10))
     checkpoint.save(small_state(20), 20)
     assert checkpoint.steps() == [10, 20]
 
 
-def test_a_read_only_disk_leaves_the_generation_before(small_disk: Path) -> None:
-    checkpoint = Checkpoint(small_disk, rank=0, world_size=1)
+def test_a_read_only_disk_leaves_the_generation_before(full_soon: Path) -> None:
+    checkpoint = Checkpoint(full_soon, rank=0, world_size=1)
     checkpoint.save(small_state(10), 10)
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", full_soon], check=True)
     with pytest.raises(OSError) as caught:
         checkpoint.save(small_state(20), 20)
     assert caught.value.errno == errno.EROFS
