@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from tests.process.decisions import decision_for
 from tests.process.launch import run_ranks
 from tests.process.models import flat_parameters, loss_of, make
 from thinwire import records
@@ -80,19 +81,7 @@ class Restless(Adaptive):
     )
 
     def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision:
-        return Decision(
-            step=step,
-            trigger="restlessness",
-            plan=self.plans[step % len(self.plans)],
-            before=standing.plan,
-            seconds=1.0,
-            alpha=1.0,
-            beta=1.0,
-            rest=1.0,
-            gain=1.0,
-            gains={},
-            candidates=(),
-        )
+        return decision_for(self.plans[step % len(self.plans)], standing, step, "restlessness")
 
 
 class Linear(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from tests.process.decisions import decision_for
 from tests.process.launch import run_ranks
 from thinwire import records
 from thinwire.control.adaptive import Adaptive, Decision, Standing
@@ -36,19 +37,7 @@ class Steady(Adaptive):
     exchange: str = "star-topk"
 
     def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
-        return Decision(
-            step=step,
-            trigger="habit",
-            plan=complete(self.exchange, 1.0 if self.exchange == "dense" else 0.05),
-            before=standing.plan,
-            seconds=1.0,
-            alpha=1.0,
-            beta=1.0,
-            rest=1.0,
-            gain=1.0,
-            gains={},
-            candidates=(),
-        )
+        return decision_for(complete(self.exchange, 1.0 if self.exchange == "dense" else 0.05), standing, step, "habit")
 
 
 def net() -> nn.Module:
