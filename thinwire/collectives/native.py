@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ class TorchAllReduce(Collective):
 
     def count(self, link: Link, tensor: torch.Tensor) -> None:
         """Add what torch sent for this rank to the link's counters."""
-        for round in self.rounds(link.rank, link.world_size, tensor.numel()):
-            link.sent_messages += len(round.sends)
-            link.sent_bytes += sum((p.stop - p.start) * tensor.element_size() for p in round.sends)
+        messages, entries = _sent(link.rank, link.world_size, tensor.numel())
+        link.sent_messages += messages
+        link.sent_bytes += entries * tensor.element_size()
+
+
+@cache
+def _sent(rank: int, world_size: int, numel: int) -> tuple[int, int]:
+    """How many messages, and how many entries in them."""
+    sends = [piece for round in TorchAllReduce().rounds(rank, world_size, numel) for piece in round.sends]
+    return len(sends), sum(piece.stop - piece.start for piece in sends)

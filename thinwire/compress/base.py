@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -130,6 +131,16 @@ def add_entries(x: torch.Tensor, entries: Sparse, scale: float) -> None:
         kernels.scatter_add(x.numpy(), entries.indices.numpy(), entries.values.numpy(), exact(scale))
     else:
         x.index_add_(0, entries.indices, entries.values, alpha=scale)
+
+
+def multiply(x: torch.Tensor, factor: float) -> bool:
+    """x *= factor, flat, with the bits of x.mul_(factor). Says whether all of x is finite, in the same pass."""
+    if has_kernels(x):
+        total = float(kernels.multiply(x.numpy(), x.numpy().dtype.type(factor)))
+    else:
+        total = float(x.mul_(factor).sum())
+    # A sum may overflow where no term of it does; only then is it worth looking at every one of them.
+    return math.isfinite(total) or bool(torch.isfinite(x).all())
 
 
 def compensate(

@@ -96,6 +96,17 @@ def _count_bits(typing_context: Any, word: Any) -> Any:
 
 
 @_compiled_local
+def multiply(x, factor):
+    """x *= factor; return the sum of the products, which is finite only if all of them are."""
+    total = x.dtype.type(0)
+    for i in range(x.shape[0]):
+        product = x[i] * factor
+        x[i] = product
+        total += product
+    return total
+
+
+@_compiled_local
 def compensate(error, grad, scale, x, offset, threshold, indices, values, count):
     """x = error + scale * grad; return the sum of x^2 and how many entries have been noted by now.
 

@@ -5,6 +5,7 @@ keeps them until the last one is there, since the best entries can only be chose
 in the thread that called it. Nothing is ever sent from a future's callback.
 """
 
+import math
 import threading
 import weakref
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.native import TorchAllReduce
+from thinwire.compress.base import multiply
 from thinwire.control.adaptive import Adaptive
 from thinwire.link.base import Link
 from thinwire.train.layout import plain_name
@@ -104,24 +106,27 @@ class _Courier:
         return type(None), ()
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        model = self._model()
-        if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
-            raise ValueError("Join(divide_by_initial_world_size=False) is not supported; the default, True, is.")
+        if bucket.index() == 0:
+            self._begin()
         if bucket.buffer().is_sparse:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
-        if bucket.index() == 0:
-            self._comm.hear_by_torch()
-        if self._comm.exchange.bucketwise and self._comm.memory.empty:
+        if self._passes:
             self._used.clear()
             return self._passing.take(bucket)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        if bucket.index() == 0:
-            self._waiting = []  # an earlier backward may have failed half-way
         self._waiting.append((bucket, future))
         if bucket.is_last():
             self._exchange()
         return future
+
+    def _begin(self) -> None:
+        model = self._model()
+        if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
+            raise ValueError("Join(divide_by_initial_world_size=False) is not supported; the default, True, is.")
+        self._comm.hear_by_torch()
+        self._waiting = []  # an earlier backward may have failed half-way
+        self._passes = self._comm.exchange.bucketwise and self._comm.memory.empty
 
     def _exchange(self) -> None:
         grads = {
@@ -169,25 +174,29 @@ class _Passing:
         self._native = TorchAllReduce()
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        link = self._comm.link
+        link, buffer = self._comm.link, bucket.buffer()
         if bucket.index() == 0:
             self._start, self._sent_before = link.now(), link.sent_bytes
             self._under_way, self._all_taken, self._finite = 0, False, True
         with self._lock:
             self._under_way += 1
             self._all_taken = bucket.is_last()
-        self._comm.look(bucket.buffer())
-        self._native.count(link, bucket.buffer())
+        self._comm.look(buffer)
+        self._native.count(link, buffer)
         # DDP multiplies by the inverse where others divide; with 3 ranks the bits differ.
-        buffer = bucket.buffer().mul_(1 / link.world_size)
-        future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=link.group, async_op=True).get_future()
+        if not multiply(buffer, 1 / link.world_size):
+            buffer[0] = (
+                math.nan
+            )  # says it to all ranks: a mean of finite numbers is finite, so no one need look further
+        # What dist.all_reduce calls in the end: its own checks take longer than all of ours.
+        future: torch.futures.Future[Any] = (link.group or dist.group.WORLD).allreduce([buffer]).get_future()
         if bucket.is_last():
             self._taken_at = link.now()
             self._comm.tell_by_torch()
         return future.then(lambda done: self._arrived(done.value()[0]))
 
     def _arrived(self, buffer: torch.Tensor) -> torch.Tensor:
-        finite = bool(torch.isfinite(buffer.sum())) or bool(torch.isfinite(buffer).all())
+        finite = math.isfinite(buffer[0].item())
         with self._lock:
             self._under_way -= 1
             self._finite &= finite

@@ -132,12 +132,13 @@ class Pilot:
 
     # --- one step
 
+    def looks_at(self, step: int) -> bool:
+        """Whether the gradient of this step is worth a look. Once begun, all parts of it are."""
+        due = self.controller is not None and step % LOOK_EVERY == 0
+        return due and (step == self._looked_at or self._looking.allows)
+
     def look(self, step: int, x: torch.Tensor) -> None:
-        """Now and then, see how the energy of a gradient, or of the next part of one, is spread over its entries."""
-        if self.controller is None or step % LOOK_EVERY:
-            return
-        if step != self._looked_at and not self._looking.allows:
-            return
+        """See how the energy of a gradient, or of the next part of one, is spread over its entries."""
         with self._looking:
             # An odd number apart, so that rows of a power of two do not always show the same columns.
             part = Histogram.of(x[:: self.prices.numel // LOOKED_AT | 1].contiguous())
@@ -183,24 +184,22 @@ class Pilot:
             self.records.write("heard", **seen.to_json())
 
     def tell_by_torch(self, step: int) -> None:
-        """Beside an exchange that carries no numbers: now and then, and without waiting for it."""
-        if not self._tells_by_torch(step):
-            return
+        """Tell beside an exchange that carries no numbers, without waiting for it."""
         self.monitor.note(self.link.read_out(), self.link.sent_bytes)
         self._digest_histogram()
         told = self.tell(step, Told(energy=self._energy, energy_sent=self._energy))
         numbers = torch.tensor(told, dtype=torch.float32)
         self._pending = numbers, dist.all_reduce(numbers, group=self.link.group, async_op=True)
 
-    def ask_before_telling(self, step: int) -> None:
-        """In the quiet before `step`, have measured what will be told beside it: torch's messages would be in the way.
+    def ask_before_telling(self) -> None:
+        """In the quiet before a step, have measured what will be told beside it: torch's messages would be in the way.
 
         While torch's connections are in use nothing else wakes ours.
         """
-        if self._tells_by_torch(step):
-            self.link.probe(self.monitor.probes_due())
+        self.link.probe(self.monitor.probes_due())
 
-    def _tells_by_torch(self, step: int) -> bool:
+    def tells_by_torch(self, step: int) -> bool:
+        """Whether numbers are told beside this step if it carries none: now and then, on all ranks alike."""
         rest = self.view.rest.value if self.view.rest else math.inf
         return self.controller is not None and step % max(TELL_EVERY, math.ceil(TELL_SECONDS / max(rest, 1e-3))) == 0
 

@@ -182,7 +182,7 @@ class Synchronizer:
             fed = self.memory.feed(grads, 1 / scale, hold)
         told = Told(energy=fed.energy, not_finite=not fed.finite, holding=self.memory.holding)
         with watch, self._steering:
-            if fed.finite:
+            if fed.finite and pilot.looks_at(self.step):
                 pilot.look(self.step, fed.x)
             told = pilot.tell(self.step, told)
         done = exchange.run(link, fed, pilot.plan.ratio, self.step, told, self._out)
@@ -245,19 +245,22 @@ class Synchronizer:
             self.records.write("step", **(asdict(self.last) | {"plan": asdict(self.last.plan)}), **seen)
 
     def look(self, bucket: torch.Tensor) -> None:
-        """See how the energy of a part of the gradient is spread."""
-        with self._steering:
-            self._pilot.look(self.step, bucket)
+        """Now and then, see how the energy of a part of the gradient is spread."""
+        if self._pilot.looks_at(self.step):
+            with self._steering:
+                self._pilot.look(self.step, bucket)
 
     def tell_by_torch(self) -> None:
         """For steps that carry no numbers of ours: now and then send some beside them, and do not wait for it."""
-        with self._steering:
-            self._pilot.tell_by_torch(self.step)
+        if self._pilot.tells_by_torch(self.step):
+            with self._steering:
+                self._pilot.tell_by_torch(self.step)
 
     def ask_before_telling(self) -> None:
         """After a step that carried no numbers, have the network measured if the next one tells some."""
-        with self._steering:
-            self._pilot.ask_before_telling(self.step)
+        if self._pilot.tells_by_torch(self.step):
+            with self._steering:
+                self._pilot.ask_before_telling()
 
     def hear_by_torch(self) -> None:
         """Take in what came of it, at the beginning of the next step on all ranks."""
