@@ -44,12 +44,11 @@ SETTLE, BLOCK, LAUNCHES = 30, 10, 4
 
 def main(ranks: int, blocks: int, as_json: bool) -> None:
     """Print how many times longer a step takes, and what the controller itself takes of it."""
-    result = {name: _measured(name, ranks, blocks) for name in NETS} | {"ranks": ranks} | describe_machine()
+    nets = {name: _measured(name, ranks, blocks) for name in NETS}
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({**nets, "ranks": ranks, **describe_machine()}))
         return
-    for name in NETS:
-        net = result[name]
+    for name, net in nets.items():
         print(
             f"{name}: {net['adaptive_ms']:.2f} ms, plain DDP {net['ddp_ms']:.2f} ms, {net['ratio']:.3f} times; "
             f"the controller {net['control_share']:.2%} of the time, {net['control_bytes_share']:.2%} of the bytes; "

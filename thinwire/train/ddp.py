@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,11 +184,10 @@ class _Passing:
         self._native.count(link, buffer)
         # DDP multiplies by the inverse where others divide; with 3 ranks the bits differ.
         if not multiply(buffer, 1 / link.world_size):
-            buffer[0] = (
-                math.nan
-            )  # says it to all ranks: a mean of finite numbers is finite, so no one need look further
+            buffer[0] = math.nan  # tells all ranks: a mean of finite numbers is finite, so no one need look at it
         # What dist.all_reduce calls in the end: its own checks take longer than all of ours.
-        future: torch.futures.Future[Any] = (link.group or dist.group.WORLD).allreduce([buffer]).get_future()
+        assert link.group is not None  # or there were no plan that passes
+        future: torch.futures.Future[Any] = link.group.allreduce([buffer]).get_future()
         if bucket.is_last():
             self._taken_at = link.now()
             self._comm.tell_by_torch()
