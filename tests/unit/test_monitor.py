@@ -173,6 +173,33 @@ def test_two_steps_with_little_to_send_are_no_change_yet() -> None:
     assert value(monitor.beta()) == pytest.approx(5e-6)
 
 
+def test_brief_stretches_at_a_share_of_the_rate_are_of_senders_that_serve_all_their_peers() -> None:
+    monitor = Monitor(4)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(200_000, 0.02),)), 0)
+    for _ in range(20):
+        monitor.note(Reading(stretches=(Stretch(7_000, 0.002),)), 0)
+    assert value(monitor.beta()) == pytest.approx(1e-7)
+
+
+def test_brief_stretches_at_less_than_any_share_are_a_slower_network() -> None:
+    monitor = Monitor(4)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(200_000, 0.02),)), 0)
+    for _ in range(20):
+        monitor.note(Reading(stretches=(Stretch(2_000, 0.002),)), 0)
+    assert value(monitor.beta()) == pytest.approx(1e-6)
+
+
+def test_brief_stretches_far_above_the_rate_are_a_faster_network_after_three() -> None:
+    monitor = Monitor(4)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(200_000, 0.02),)), 0)
+    for _ in range(3):
+        monitor.note(Reading(stretches=(Stretch(50_000, 0.001),)), 0)
+    assert value(monitor.beta()) == pytest.approx(2e-8)
+
+
 def test_one_step_at_another_rate_is_a_blip() -> None:
     monitor = Monitor(4)
     for seconds in (0.05, 0.05, 0.05, 1.25, 0.05, 0.05, 0.01, 0.05):

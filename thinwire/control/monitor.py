@@ -8,7 +8,9 @@ Noise has a side. Nothing makes a round trip shorter than it is, and everything 
 run) makes it longer: so alpha is taken from the least of the last few. When the network itself becomes slower, that
 least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten. A rate
 errs both ways (senders that serve several at once, packets in bunches), so beta is a median over the last few steps;
-two in a row that are long, alike, and far from those before are a change, and the ones before are forgotten.
+two in a row that are long, alike, and far from those before are a change, and the ones before are forgotten. A stretch
+that is over in a moment is likely to be from one sender that was serving all its peers: it says how fast the network is
+at least, and nothing beyond.
 
 Only numbers come in here, and whatever they are, none goes out that cannot be.
 """
@@ -39,6 +41,7 @@ IN_A_ROW_FOR_SURE = 5  # although no two of them are alike, or for one peer amon
 FIRST_LOOKS = 5  # at an estimate that is still to be found, before it can have changed
 NOTICEABLE = 0.1  # the relative difference that a change makes
 LONG_STRETCH = 0.02  # seconds after which a rate becomes no more certain
+BRIEF_STRETCH = 0.0025  # seconds, in which senders that serve all their peers at the same time need not overlap
 MANY_BYTES = 1 << 15
 ALIKE, FAR = 1.2, 1.4  # the ratio up to which two rates are alike, and from which on they are of different networks
 OLD_SECONDS = 10.0  # after which a sample is half as certain
@@ -82,6 +85,7 @@ class _Sample(NamedTuple):
     value: float
     weight: float = 1.0
     nbytes: int = 0
+    brief: bool = False
 
 
 @dataclass
@@ -283,36 +287,51 @@ class Monitor:
 
     def _note_rate(self, stretches: Iterable[Stretch], now: float) -> None:
         """A step's rate is near the highest: some stretches came from a rank that was sending to others too."""
-        rates = []
-        for nbytes, seconds in stretches:
-            rate = nbytes / seconds if _is_within(seconds, (1e-9, 1e6)) else math.nan
-            if _is_within(rate, RATES):
-                rates.append((rate, float(nbytes)))
-            else:
-                self.rejected += 1
-        if rates:
-            seconds = sum(nbytes / rate for rate, nbytes in rates)
-            weight = min(1.0, seconds / LONG_STRETCH)
-            while self._rates and self._rates[0].step < self._step - STEPS_OLD:
-                self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
-            nbytes = int(sum(nbytes for _, nbytes in rates))
-            self._rates.append(_Sample(self._step, now, weighted_quantile(rates, 0.6), weight, nbytes))
-            self._forget_before_a_jump()
+        seen = list(stretches)
+        believed = [each for each in seen if _can_be_believed(*each)]
+        self.rejected += len(seen) - len(believed)
+        if not believed:
+            return
+        sample = _Sample(
+            self._step,
+            now,
+            weighted_quantile([(nbytes / seconds, nbytes) for nbytes, seconds in believed], 0.6),
+            weight=min(1.0, sum(seconds for _, seconds in believed) / LONG_STRETCH),
+            nbytes=sum(nbytes for nbytes, _ in believed),
+            brief=max(seconds for _, seconds in believed) < BRIEF_STRETCH,
+        )
+        if self._is_a_share(sample):
+            return
+        while self._rates and self._rates[0].step < self._step - STEPS_OLD:
+            self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
+        self._rates.append(sample)
+        self._forget_before_a_jump()
+
+    def _is_a_share(self, sample: _Sample) -> bool:
+        """Whether it is a brief one that may come from a sender of the rate that is known, serving all its peers."""
+        is_known = any(not each.brief and sample.time - each.time < LONG_AGO_SECONDS for each in self._rates)
+        if not sample.brief or not is_known:
+            return False
+        known = 1 / (self.beta().value or math.inf)
+        return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known
 
     def _forget_before_a_jump(self) -> None:
-        """Do not wait for the median to follow where the last two steps leave no doubt.
+        """Do not wait for the median to follow where the last two steps leave no doubt, or the last three little.
 
-        A few packets do: to them, a busy machine that lets nobody run for a while looks like a slow network.
+        A few packets do: to them, a busy machine that lets nobody run for a while looks like a slow network. But
+        several times in a row, nothing looks far faster than it is.
         """
-        if len(self._rates) < 3:
-            return
-        *before, first, second = self._rates
-        if min(first.weight, second.weight) < 0.5 or min(first.nbytes, second.nbytes) < MANY_BYTES:
-            return
-        usual = weighted_quantile([(sample.value, sample.weight) for sample in before], 0.5)
-        fell, rose = max(first.value, second.value) * FAR < usual, min(first.value, second.value) > usual * FAR
-        if (fell or rose) and _ratio(first.value, second.value) <= ALIKE:
-            self._rates = deque([first, second], maxlen=STEPS_KEPT)
+        for number in (2, IN_A_ROW):
+            before, recent = list(self._rates)[:-number], list(self._rates)[-number:]
+            if not before:
+                return
+            usual = weighted_quantile([(sample.value, sample.weight) for sample in before], 0.5)
+            low, high = min(sample.value for sample in recent), max(sample.value for sample in recent)
+            is_sure = high <= low * ALIKE and all(s.weight >= 0.5 and s.nbytes >= MANY_BYTES for s in recent)
+            rose, fell = low > usual * FAR, high * FAR < usual
+            if (rose or fell) and is_sure if number == 2 else rose:
+                self._rates = deque(recent, maxlen=STEPS_KEPT)
+                return
 
     def _trust(self, samples: Iterable[_Sample], value: float, wanted: int) -> tuple[float, int, float]:
         """Confidence, number and age of the samples behind a value."""
@@ -323,9 +342,8 @@ class Monitor:
         return min(1.0, enough) / (1 + spread) * 2 ** (-age / OLD_SECONDS), len(kept), age
 
 
-def _ratio(a: float, b: float) -> float:
-    """Of the larger to the smaller."""
-    return max(a, b) / min(a, b)
+def _can_be_believed(nbytes: int, seconds: float) -> bool:
+    return _is_within(seconds, (1e-9, 1e6)) and _is_within(nbytes / seconds, RATES)
 
 
 def _is_within(value: float, bounds: tuple[float, float]) -> bool:

@@ -30,7 +30,7 @@ from thinwire.types import Network, Plan, Told
 
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
-NOTICEABLE = 0.15  # of its price: an exchange that takes so much less than it did was not just lucky
+NOTICEABLE = 0.15  # of what it takes: an exchange that takes so much less than it did was not just lucky
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
 HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
@@ -113,14 +113,13 @@ class Beyond(NamedTuple):
         return all(1 / UNCHANGED <= ratio <= UNCHANGED for ratio in ratios)
 
 
-def _faster(network: Network, price: float, change: float, way: Way, ratio: float, prices: Prices) -> float:
-    """The time per byte at which an exchange takes so much less than it did. At most halved at once.
+def _faster(network: Network, change: float, moving: float) -> float:
+    """The time per byte at which what of an exchange is `moving` bytes takes so much less. At most halved at once.
 
     Where too little is sent to see a rate, this alone tells that the network has become faster. If it was something
     else that had become faster, more will be sent than pays, and then the rate is seen.
     """
-    moving = price - prices.seconds(way, ratio, replace(network, beta=BETAS[0]))
-    return rounded(network.beta * max(0.5, 1 + change / moving)) if moving > 0 else network.beta
+    return rounded(network.beta * max(0.5, 1 + change / moving))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +190,10 @@ class View:
         if network is not None:
             price = prices.seconds(way, plan.ratio, network)
             beyond, usual = exchange - compress - price, extras.get(str(way))
-            too_fast = usual is not None and usual.samples >= 3 and beyond < usual.value - NOTICEABLE * price
-            if too_fast and not rate_is_new and usual is not None and way.collective != "torch":
-                beta = _faster(network, price, beyond - usual.value, way, plan.ratio, prices)
+            moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
+            change = 0.0 if usual is None or usual.samples < 3 or way.collective == "torch" else beyond - usual.value
+            if min(-change, moving) > NOTICEABLE * exchange and not rate_is_new:
+                beta = _faster(network, change, moving)
             else:
                 held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
             if len(held_back) > HELD_BACK:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 MAX_PIECES = 4096  # remembered between two readings, about 100 bytes each; the newest are kept
 MAX_ROUND_TRIPS = 256
-MAX_STRETCHES = 4
+MAX_STRETCHES = 2  # to look at, since each look takes 0.1 ms
 PIECE_SECONDS = 0.0005  # what comes within so long may be noted as one piece
 LEAST_SECONDS = 0.003  # of a stretch; in less the timing of single packets shows
 BRIEF_SECONDS = 0.0004  # of one that is taken whole, for want of better ones
