@@ -29,7 +29,7 @@ OBJECTIVES = ("goodput", "seconds", "knee")
 EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 13
-DECISION_SECONDS = 0.5  # between two decisions, at least
+PAUSE_SECONDS = 0.5  # between two decisions that no change of the network asks for
 
 
 class Candidate(NamedTuple):
@@ -138,7 +138,7 @@ class Adaptive:
         gain_change: the same for the gain.
         time_change: the same for the predicted time of a step.
         margin: and change the plan only if the new one is better by this share.
-        patience: leave a plan alone for at least so many steps, and for half a second.
+        patience: leave a plan alone for at least so many steps.
         least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
             comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe
             (control/learning.py), and for nothing where only seconds count.
@@ -242,7 +242,7 @@ class Adaptive:
             return "warm-up" if step >= min(standing.since + max(1, self.warmup // 10), self.warmup) else None
         if not self._allows(standing.plan):
             return "the plan in force is out of bounds"
-        if step - standing.since < self._rest(standing.seconds) or 0 < view.settling < self.patience:
+        if step - standing.since < self.patience or 0 < view.settling < self.patience:
             return None
         if _changed(standing.alpha, view.network.alpha, self.change):
             return f"latency went from {standing.alpha * 1e3:.3g} to {view.network.alpha * 1e3:.3g} ms"
@@ -253,15 +253,13 @@ class Adaptive:
             return f"gain would fall to {now.gain:.2g}, under the least allowed"
         if standing.gain is None:
             return "ratios were tried out"
+        if (step - standing.since) * standing.seconds < PAUSE_SECONDS:
+            return None  # to decide takes some milliseconds, and what follows is slow to change or noise
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
             return f"a step went from {standing.seconds * 1e3:.3g} to {now.seconds * 1e3:.3g} ms"
         return None
-
-    def _rest(self, step_seconds: float) -> float:
-        """The steps between two decisions: one takes some milliseconds, which must not be felt."""
-        return max(self.patience, DECISION_SECONDS / max(step_seconds, 1e-3))
 
     # --- what
 
