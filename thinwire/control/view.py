@@ -10,7 +10,9 @@ measured factor, and `extra` what an exchange was measured to take beyond that: 
 costs in software, what TCP makes of a wire. What all ways have in common is in the extra of any of them, so a way that
 has not run yet is given the least that was seen. When the network changes, the first steps after it seem to take far
 too long or too short, until the change is known: so what was beyond a price is believed some steps later, and only if
-latency and rate are then still what they were.
+latency and rate are then still what they were. And what was learned of a way on another network is forgotten, or a way
+that TCP's losses had made slow there would never be tried again here; only the least of it is kept, and what is known
+of the way that runs, which is soon to be known better.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ NOTICEABLE = 0.15  # of what it takes: an exchange that takes so much less than 
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
 HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
+ANOTHER = 1.6  # the ratio from which on it is another network
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -109,8 +112,11 @@ class Beyond(NamedTuple):
     beta: float
 
     def is_of(self, network: Network) -> bool:
-        ratios = (self.alpha / network.alpha, self.beta / network.beta)
-        return all(1 / UNCHANGED <= ratio <= UNCHANGED for ratio in ratios)
+        return _are_near(Network(alpha=self.alpha, beta=self.beta), network, UNCHANGED)
+
+
+def _are_near(a: Network, b: Network, factor: float) -> bool:
+    return all(1 / factor <= ratio <= factor for ratio in (a.alpha / b.alpha, a.beta / b.beta))
 
 
 def _faster(network: Network, change: float, moving: float) -> float:
@@ -129,7 +135,8 @@ class View:
     Attributes:
         settling: for how many steps latency or rate have been on the move.
         rest: a step without its exchange.
-        extra: by way, what an exchange takes beyond its price and its computing.
+        extra: by way, what an exchange takes beyond its price and its computing; by "", the least of another network.
+        learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
@@ -140,6 +147,7 @@ class View:
     settling: int = 0
     rest: Running | None = None
     extra: Mapping[str, Running] = field(default_factory=dict)
+    learned_on: Network | None = None
     held_back: tuple[Beyond, ...] = ()
     compress: Mapping[str, Running] = field(default_factory=dict)
     gains: GainCurve = field(default_factory=GainCurve)
@@ -184,6 +192,12 @@ class View:
     ) -> View:
         way, network = way_of(plan), self.network
         factors, extras, held_back, beta = dict(self.compress), dict(self.extra), self.held_back, self.beta
+        learned_on = self.learned_on or network
+        if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
+            learned_on = network
+            least = min(extras.values(), key=lambda running: running.value, default=None)
+            kept = {str(way): extras.get(str(way)), "": least}
+            extras = {name: running for name, running in kept.items() if running is not None}
         modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
         if modelled > 0 and compress > 0:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
@@ -202,7 +216,9 @@ class View:
                 if oldest.is_of(network):
                     extras[oldest.way] = _after(extras.get(oldest.way), oldest.seconds)  # type: ignore[assignment]
         rest = _after(self.rest, step - exchange)
-        return replace(self, rest=rest, compress=factors, extra=extras, held_back=held_back, beta=beta)
+        return replace(
+            self, rest=rest, beta=beta, compress=factors, extra=extras, learned_on=learned_on, held_back=held_back
+        )
 
     # --- what follows from it
 
@@ -229,6 +245,7 @@ class View:
             "settling": self.settling,
             "rest": plain(self.rest),
             "extra": {key: plain(value) for key, value in self.extra.items()},
+            "learned_on": None if self.learned_on is None else [self.learned_on.alpha, self.learned_on.beta],
             "held_back": [list(beyond) for beyond in self.held_back],
             "compress": {key: plain(value) for key, value in self.compress.items()},
             "gains": self.gains.to_json(),
@@ -239,6 +256,9 @@ class View:
         def running(pair: list[float] | None) -> Running | None:
             return None if pair is None else Running(float(pair[0]), int(pair[1]))
 
+        def network(pair: list[float] | None) -> Network | None:
+            return None if pair is None else Network(alpha=float(pair[0]), beta=float(pair[1]))
+
         def runnings(pairs: Mapping[str, list[float]]) -> dict[str, Running]:
             return {key: Running(float(value), int(samples)) for key, (value, samples) in pairs.items()}
 
@@ -248,6 +268,7 @@ class View:
             settling=int(state["settling"]),
             rest=running(state["rest"]),
             extra=runnings(state["extra"]),
+            learned_on=network(state["learned_on"]),
             held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
             compress=runnings(state["compress"]),
             gains=GainCurve.from_json(state["gains"]),

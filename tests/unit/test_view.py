@@ -1,0 +1,90 @@
+"""What all ranks hold to be true: what an exchange takes beyond its price, and a rate that is too brief to see."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from thinwire.control.agreement import BETAS, START, off
+from thinwire.control.prices import Prices, ways
+from thinwire.control.view import ANOTHER, HELD_BACK, NOTICEABLE, Seen, View, way_of
+from thinwire.exchange import complete
+from thinwire.types import Network, Plan, Told
+
+RANKS = 4
+PRICES = Prices(1_000_000, 4, RANKS, ways(RANKS, has_group=False))
+DIRECT, RING = (complete("topk-allgather", 0.01, collective) for collective in ("direct", "ring"))
+HERE = Network(alpha=0.001, beta=8e-8)  # 1 ms, 100 Mbit/s
+REST = 0.05
+
+
+def begun() -> View:
+    return View(alpha=HERE.alpha, beta=HERE.beta)
+
+
+def after_steps(view: View, plan: Plan, number: int, extra: float, truth: Network = HERE, told: bool = True) -> View:
+    """Steps that take `extra` seconds beyond what they cost on the network that there is, whether or not it is seen."""
+    for step in range(number):
+        exchange = PRICES.seconds(way_of(plan), plan.ratio, truth) + extra
+        alpha_off, _ = off(truth.alpha, view.alpha, START.alpha, (0.0, math.inf))
+        beta_off, _ = off(truth.beta, view.beta, START.beta, (0.0, math.inf))
+        numbers = Told(
+            alpha_off=RANKS * alpha_off,
+            alpha_known=RANKS,
+            beta_off=RANKS * beta_off if told else 0.0,
+            beta_known=RANKS if told else 0.0,
+            step_seconds=RANKS * (REST + exchange),
+            exchange_seconds=RANKS * exchange,
+        )
+        view = view.after(Seen(step, 0, plan, plan, numbers), PRICES)
+    return view
+
+
+def test_a_way_that_has_not_run_is_given_the_least_that_was_seen() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.02)
+    view = after_steps(view, RING, 10, extra=0.005)
+    tree = way_of(complete("topk-allgather", 0.01, "tree"))
+    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.02)
+    assert view.extra_of(tree) == view.extra_of(way_of(RING)) == pytest.approx(0.005)
+
+
+def test_what_a_way_took_on_another_network_is_no_reason_not_to_try_it_again() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.3)
+    view = after_steps(view, RING, 10, extra=0.005)
+    view = after_steps(view, RING, 10, extra=0.006, truth=replace(HERE, beta=HERE.beta * 2 * ANOTHER))
+    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.005)
+    assert view.extra_of(way_of(RING)) == pytest.approx(0.006, rel=0.1)
+
+
+def test_a_network_that_is_nearly_the_same_leaves_all_that_was_learned() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.3)
+    view = after_steps(view, RING, 10, extra=0.005, truth=replace(HERE, beta=HERE.beta * 1.2))
+    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.3)
+
+
+def test_one_step_that_took_long_is_not_believed_before_the_network_is_seen_to_be_the_same() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+    view = after_steps(view, DIRECT, HELD_BACK - 1, extra=0.5)
+    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.002)
+
+
+def test_a_network_that_has_become_too_fast_to_see_is_told_by_the_time_that_is_saved() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+    view = after_steps(view, DIRECT, 40, extra=0.002, truth=replace(HERE, beta=HERE.beta / 10), told=False)
+    assert view.beta is not None and HERE.beta / 20 < view.beta < HERE.beta / 3
+
+
+def test_but_the_rate_does_not_rise_without_end_when_it_is_computing_that_has_become_faster() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.1)
+    view = after_steps(view, DIRECT, 60, extra=0.0, told=False)
+    assert view.network is not None and view.beta is not None and view.beta > BETAS[0]
+    exchange = PRICES.seconds(way_of(DIRECT), DIRECT.ratio, HERE)
+    moving = PRICES.seconds(way_of(DIRECT), DIRECT.ratio, view.network) - HERE.alpha
+    assert moving > NOTICEABLE * exchange / 4
+
+
+def test_a_view_comes_back_from_json_as_it_was() -> None:
+    view = after_steps(after_steps(begun(), DIRECT, 10, 0.02), RING, 10, 0.01, replace(HERE, alpha=0.02))
+    assert View.from_json(view.to_json()) == view
