@@ -42,32 +42,38 @@ def after_steps(view: View, plan: Plan, number: int, extra: float, truth: Networ
     return view
 
 
-def test_a_way_that_has_not_run_is_given_the_least_that_was_seen() -> None:
+def extra_of(view: View, plan: Plan) -> float:
+    return view.extra_of(way_of(plan), PRICES)
+
+
+def test_a_way_that_has_not_run_is_given_the_least_that_was_seen_for_each_of_its_messages() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.02)
-    view = after_steps(view, RING, 10, extra=0.005)
-    tree = way_of(complete("topk-allgather", 0.01, "tree"))
-    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.02)
-    assert view.extra_of(tree) == view.extra_of(way_of(RING)) == pytest.approx(0.005)
+    view = after_steps(view, RING, 10, extra=0.006)
+    star = complete("star-topk", 0.01, "ring")
+    each = 0.006 / PRICES.messages(way_of(RING))
+    assert extra_of(view, DIRECT) == pytest.approx(0.02) and extra_of(view, RING) == pytest.approx(0.006)
+    assert extra_of(view, star) == pytest.approx(each * PRICES.messages(way_of(star)))
+    assert extra_of(view, star) > 0.012
 
 
 def test_what_a_way_took_on_another_network_is_no_reason_not_to_try_it_again() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.3)
     view = after_steps(view, RING, 10, extra=0.005)
     view = after_steps(view, RING, 10, extra=0.006, truth=replace(HERE, beta=HERE.beta * 2 * ANOTHER))
-    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.005)
-    assert view.extra_of(way_of(RING)) == pytest.approx(0.006, rel=0.1)
+    assert extra_of(view, DIRECT) == pytest.approx(0.005)
+    assert extra_of(view, RING) == pytest.approx(0.006, rel=0.1)
 
 
 def test_a_network_that_is_nearly_the_same_leaves_all_that_was_learned() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.3)
     view = after_steps(view, RING, 10, extra=0.005, truth=replace(HERE, beta=HERE.beta * 1.2))
-    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.3)
+    assert extra_of(view, DIRECT) == pytest.approx(0.3)
 
 
 def test_one_step_that_took_long_is_not_believed_before_the_network_is_seen_to_be_the_same() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.002)
     view = after_steps(view, DIRECT, HELD_BACK - 1, extra=0.5)
-    assert view.extra_of(way_of(DIRECT)) == pytest.approx(0.002)
+    assert extra_of(view, DIRECT) == pytest.approx(0.002)
 
 
 def test_a_network_that_has_become_too_fast_to_see_is_told_by_the_time_that_is_saved() -> None:

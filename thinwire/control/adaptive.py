@@ -297,7 +297,7 @@ class Adaptive:
         self, way: Way, ratios: Floats, price: Floats, learning: tuple[Floats, Floats], view: View, prices: Prices
     ) -> _Judged:
         computing = self._computing(way, ratios, view, prices)
-        seconds = view.rest_seconds + np.maximum(price + computing + view.extra_of(way), 0.0)
+        seconds = view.rest_seconds + np.maximum(price + computing + view.extra_of(way, prices), 0.0)
         return _Judged(way, ratios, seconds, *learning)
 
     def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:

@@ -139,10 +139,22 @@ class Prices:
         legs = _built(way, ratio, self.sizes).legs(self.numel, self.itemsize, ratio, self.world_size)
         return sent_messages(self.world_size, legs), sent_bytes(self.world_size, legs)
 
+    def messages(self, way: Way) -> int:
+        """That the rank which has the most of them sends and receives."""
+        return _messages(self.numel, self.itemsize, self.world_size, self.sizes, way)
+
     def _play(self, ways: tuple[Way, ...], ratios: tuple[float, ...], network: Network) -> Array:
         layout, plays, cells = _laid_out(self.numel, self.itemsize, self.world_size, self.sizes, ways, ratios)
         seconds = layout.play(network)[plays]
         return (np.bincount(cells, seconds) / np.bincount(cells)).reshape(len(ways), len(ratios))
+
+
+@functools.lru_cache(maxsize=1024)
+def _messages(numel: int, itemsize: int, world_size: int, sizes: tuple[int, ...], way: Way) -> int:
+    ratio = 1.0 if way.exchange == "dense" else 0.01
+    legs = _built(way, ratio, sizes).legs(numel, itemsize, ratio, world_size)
+    rounds = [[round for leg in legs for round in leg.rounds(rank, world_size)] for rank in range(world_size)]
+    return max(sum(len(round.sends) + len(round.receives) for round in of_rank) for of_rank in rounds)
 
 
 @functools.lru_cache(maxsize=64)

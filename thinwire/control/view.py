@@ -7,12 +7,12 @@ A step's time is taken apart as
     step = rest + price(way, ratio; alpha, beta) + compress(way, ratio) + extra(way)
 with `rest` the user's own work, `price` the schedule played on the wire, `compress` a model of our own work times a
 measured factor, and `extra` what an exchange was measured to take beyond that: waiting for slower ranks, what a message
-costs in software, what TCP makes of a wire. What all ways have in common is in the extra of any of them, so a way that
-has not run yet is given the least that was seen. When the network changes, the first steps after it seem to take far
-too long or too short, until the change is known: so what was beyond a price is believed some steps later, and only if
-latency and rate are then still what they were. And what was learned of a way on another network is forgotten, or a way
-that TCP's losses had made slow there would never be tried again here; only the least of it is kept, and what is known
-of the way that runs, which is soon to be known better.
+costs in software, what TCP makes of a wire. Most of that comes with every message, so a way that has not run yet is
+given the least that was seen for a message, for each of its own. When the network changes, the first steps after it
+seem to take far too long or too short, until the change is known: so what was beyond a price is believed some steps
+later, and only if latency and rate are then still what they were. And what was learned of a way on another network is
+forgotten, or a way that TCP's losses had made slow there would never be tried again here; only the least of it is kept,
+and what is known of the way that runs, which is soon to be known better.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class View:
     Attributes:
         settling: for how many steps latency or rate have been on the move.
         rest: a step without its exchange.
-        extra: by way, what an exchange takes beyond its price and its computing; by "", the least of another network.
+        extra: by way, what an exchange takes beyond its price and its computing; by "", the least of it for a message
+            on the network before.
         learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
@@ -195,8 +196,7 @@ class View:
         learned_on = self.learned_on or network
         if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
             learned_on = network
-            least = min(extras.values(), key=lambda running: running.value, default=None)
-            kept = {str(way): extras.get(str(way)), "": least}
+            kept = {str(way): extras.get(str(way)), "": self._least_extra(prices)}
             extras = {name: running for name, running in kept.items() if running is not None}
         modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
         if modelled > 0 and compress > 0:
@@ -229,11 +229,19 @@ class View:
         known = [running.value for running in self.compress.values()]
         return sum(known) / len(known) if known else 1.0
 
-    def extra_of(self, way: Way) -> float:
-        """What this way takes beyond price and computing; of one that has not run, the least that was seen."""
+    def extra_of(self, way: Way, prices: Prices) -> float:
+        """What this way takes beyond price and computing; of one that has not run, the least seen for its messages."""
         if str(way) in self.extra:
             return self.extra[str(way)].value
-        return max(0.0, min((running.value for running in self.extra.values()), default=0.0))
+        least = self._least_extra(prices)
+        return 0.0 if least is None else max(0.0, least.value) * prices.messages(way)
+
+    def _least_extra(self, prices: Prices) -> Running | None:
+        """For one message, of the ways that can be chosen: where the plan is fixed there are none."""
+        messages = {str(way): prices.messages(way) for way in prices.ways} | {"": 1}
+        known = [(running, messages[name]) for name, running in self.extra.items() if name in messages]
+        each = [replace(running, value=running.value / number) for running, number in known]
+        return min(each, key=lambda running: running.value, default=None)
 
     def to_json(self) -> dict[str, Any]:
         def plain(running: Running | None) -> list[float] | None:
