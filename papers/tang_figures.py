@@ -6,7 +6,8 @@
 
 Eight hosts in the lab train a CNN of 55,338 parameters on Fashion-MNIST, from one seed, for the same time. All-reduce
 is that of gradients, in one piece: by DDP itself, by a ring of ours, and over whichever of our collectives is priced
-lowest. Gossip is on a ring. Every rank keeps its parameters now and then; what is shown is the loss of their mean, worked out afterwards.
+lowest. Gossip is on a ring. Every rank keeps its parameters now and then; what is shown is the loss of their mean,
+worked out afterwards.
 Writes tang_figures.json, .md and .png beside this file.
 """
 

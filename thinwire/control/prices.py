@@ -128,11 +128,11 @@ class Prices:
 
     def seconds(self, way: Way, ratio: float, network: Network) -> float:
         """What `Exchange.seconds` gives, as the mean over leaders."""
-        return float(self._play((way,), (ratio,), network)[0, 0])
+        return _seconds(self.numel, self.itemsize, self.world_size, self.sizes, way, ratio, network)
 
     def table(self, network: Network, ratios: Sequence[float]) -> Array:
         """Seconds by way, in the order of `ways`, and ratio."""
-        return self._play(self.ways, tuple(ratios), network)
+        return _played(self.numel, self.itemsize, self.world_size, self.sizes, self.ways, tuple(ratios), network)
 
     def volume(self, way: Way, ratio: float) -> tuple[int, int]:
         """The messages and the bytes that all ranks together send."""
@@ -143,10 +143,32 @@ class Prices:
         """That the rank which has the most of them sends and receives."""
         return _messages(self.numel, self.itemsize, self.world_size, self.sizes, way)
 
-    def _play(self, ways: tuple[Way, ...], ratios: tuple[float, ...], network: Network) -> Array:
-        layout, plays, cells = _laid_out(self.numel, self.itemsize, self.world_size, self.sizes, ways, ratios)
-        seconds = layout.play(network)[plays]
-        return (np.bincount(cells, seconds) / np.bincount(cells)).reshape(len(ways), len(ratios))
+
+def _played(
+    numel: int,
+    itemsize: int,
+    world_size: int,
+    sizes: tuple[int, ...],
+    ways: tuple[Way, ...],
+    ratios: tuple[float, ...],
+    network: Network,
+) -> Array:
+    layout, plays, cells = _laid_out(numel, itemsize, world_size, sizes, ways, ratios)
+    seconds = layout.play(network)[plays]
+    return (np.bincount(cells, seconds) / np.bincount(cells)).reshape(len(ways), len(ratios))
+
+
+@functools.lru_cache(maxsize=64)  # a step asks twice for the same
+def _seconds(
+    numel: int,
+    itemsize: int,
+    world_size: int,
+    sizes: tuple[int, ...],
+    way: Way,
+    ratio: float,
+    network: Network,
+) -> float:
+    return float(_played(numel, itemsize, world_size, sizes, (way,), (ratio,), network)[0, 0])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -204,9 +204,11 @@ class View:
         if network is not None:
             price = prices.seconds(way, plan.ratio, network)
             beyond, usual = exchange - compress - price, extras.get(str(way))
-            moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
             change = 0.0 if usual is None or usual.samples < 3 or way.collective == "torch" else beyond - usual.value
-            if min(-change, moving) > NOTICEABLE * exchange and not rate_is_new:
+            moving, noticeable = 0.0, NOTICEABLE * exchange
+            if -change > noticeable and not rate_is_new:
+                moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
+            if moving > noticeable:
                 beta = _faster(network, change, moving)
             else:
                 held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
