@@ -98,8 +98,10 @@ class Decision:
     candidates: tuple[Candidate, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "candidates": [c._asdict() | {"plan": asdict(c.plan), "cost": c.cost} for c in self.candidates]
+        return vars(self) | {  # not asdict, which would copy every candidate first
+            "plan": asdict(self.plan),
+            "before": asdict(self.before),
+            "candidates": [c._asdict() | {"plan": asdict(c.plan), "cost": c.cost} for c in self.candidates],
         }
 
 

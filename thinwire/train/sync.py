@@ -242,7 +242,7 @@ class Synchronizer:
         if self.records is not None:
             network = self.network
             seen = {} if network is None else {"alpha": network.alpha, "beta": network.beta}
-            self.records.write("step", **(asdict(self.last) | {"plan": asdict(self.last.plan)}), **seen)
+            self.records.write("step", **(vars(self.last) | {"plan": asdict(self.last.plan)}), **seen)
 
     def look(self, bucket: torch.Tensor) -> None:
         """Now and then, see how the energy of a part of the gradient is spread."""
