@@ -91,10 +91,10 @@ def out(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def a_training(out: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def a_training(out: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A training without an end that has made some steps, and its folder."""
     name = f"long-{time.monotonic_ns()}"
-    endless = ["--epochs", "100000", "--checkpoint-every", "20"]
+    endless = ["--epochs", "100000", "--checkpoint-every", "20", *words]
     process = thinwire("train", "digits", "--hosts", "2", "--name", name, "--out", str(out), *endless)
     try:
         until(lambda: is_training(out / name) or process.poll() is not None)
@@ -120,6 +120,24 @@ def test_a_training_ends_with_its_figures_and_a_report(out: Path) -> None:
     assert "\x1b" not in err and "from step 0 on" in err and "step 30 of 30" in err
     assert sorted(path.name for path in folder.glob("worker-*.log")) == ["worker-0.log", "worker-1.log"]
     assert workers_of(folder) == []
+
+
+def test_what_tensorboard_shows_grows_while_a_run_does_and_ends_as_its_records_do(out: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def steps(folder: Path) -> list[int]:
+        found = events.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        known = "comm/bytes_sent" in found.Tags()["scalars"]
+        return [event.step for event in found.Scalars("comm/bytes_sent")] if known else []
+
+    with a_training(out, "--tensorboard") as (process, folder):
+        seen = until(lambda: steps(folder))
+        until(lambda: len(steps(folder)) > len(seen))
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert f"to watch it: tensorboard --logdir {folder}" in err
+    assert steps(folder) == [line["step"] + 1 for line in lines_of(folder) if line["kind"] == "step"]
 
 
 def test_a_file_holds_the_settings_and_options_win(out: Path, tmp_path: Path) -> None:

@@ -35,19 +35,29 @@ def _told() -> Iterator[None]:
 def report(
     run: Folder,
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write what TensorBoard shows too, into the run's folder.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Make the report of a run again: one HTML file that needs nothing else, beside the run's records."""
     from thinwire.report import page
+    from thinwire.report import tensorboard as scalars
 
     with _told():
+        if tensorboard:
+            scalars.require()
         made = page.make(run)
         path = page.save(made, run)
+        events = scalars.write(run) if tensorboard else []
     for note in made.notes:
         typer.echo(f"thinwire: {note}", err=True)
     typer.echo(f"{path}  ({path.stat().st_size / 1e3:.0f} kB)")
+    for folder in events:
+        typer.echo(str(folder))
     if json:
         figures = {"report": str(path), "bytes": path.stat().st_size, "notes": made.notes, "compare": made.compare}
+        figures |= {"tensorboard": [str(folder) for folder in events]} if tensorboard else {}
         typer.echo(json_module.dumps(figures))
     if open_:
         typer.launch(path.resolve().as_uri())

@@ -111,6 +111,9 @@ Keep = Annotated[int | None, _option(RUN, "How many checkpoints stay, 2 by defau
 Timeout = Annotated[float | None, _option(RUN, "Seconds of silence after which a worker gives up.")]
 Name = Annotated[str | None, _option(RUN, "Of the run's folder; by default made up.")]
 Out = Annotated[str | None, _option(RUN, "The folder of runs, ./runs by default.")]
+TensorBoard = Annotated[
+    bool | None, _option(RUN, "Write what TensorBoard shows while it runs, in RUN/tensorboard.", "--tensorboard")
+]
 Resume = Annotated[Path | None, _option(RUN, "Go on with the run in this folder; only limits may be given anew.")]
 Methods = Annotated[str, typer.Option(help="With commas between; the first is what the others are measured against.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on; the table has their medians.")]
@@ -153,6 +156,7 @@ def train(
     timeout: Timeout = None,
     name: Name = None,
     out: Out = None,
+    tensorboard: TensorBoard = None,
     resume: Resume = None,
     json: Json = False,
 ) -> None:
@@ -210,6 +214,7 @@ def compare(
     timeout: Timeout = None,
     name: Name = None,
     out: Out = None,
+    tensorboard: TensorBoard = None,
     json: Json = False,
 ) -> None:
     """Train the same under several methods, one after the other, and tell the time to an accuracy.
@@ -273,7 +278,7 @@ def _resumed(folder: Path, given: dict[str, Any]) -> Job:
     from thinwire.jobs.job import read_job
 
     for key in given:
-        if key not in ("epochs", "steps", "seconds", "target"):
+        if key not in ("epochs", "steps", "seconds", "target", "tensorboard"):
             raise ValueError(
                 f"--{key.replace('_', '-')} cannot be given with --resume: a run goes on as it was begun. Only its "
                 "limits may be others."

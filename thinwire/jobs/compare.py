@@ -17,7 +17,7 @@ from rich.table import Table
 from thinwire.errors import ThinwireError
 from thinwire.jobs.job import RECORDS, Job
 from thinwire.jobs.live import Tail, in_bytes, title_of
-from thinwire.jobs.start import Interrupts, Outcome, conduct, why_no_lab
+from thinwire.jobs.start import Interrupts, Outcome, conduct, invite, why_no_lab
 
 FORMAT = 1
 FILE = "compare.json"
@@ -123,6 +123,7 @@ def compare(
     job: Job, jobs: Sequence[Job], folder: Path, command: Sequence[str], console: Console, interrupts: Interrupts
 ) -> Comparison:
     """Run all of them. One that fails is told of and the others go on; an interrupt ends them all."""
+    invite(job, folder, console)
     done: list[Run] = []
     outcome = Outcome(how="done")
     for number, each in enumerate(jobs, 1):

@@ -74,6 +74,7 @@ class Job:
         timeout: seconds of silence after which a worker gives up.
         name: of the run's folder; None to make one up.
         out: the folder of runs.
+        tensorboard: whether what TensorBoard shows is written, in the run's folder, while it runs.
     """
 
     task: str = "digits"
@@ -107,6 +108,7 @@ class Job:
     timeout: float = 300.0
     name: str | None = None
     out: str = "runs"
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -271,7 +273,7 @@ class Job:
 
 
 KEYS = tuple(field.name for field in fields(Job))
-_KINDS = {NoneType: "nothing", str: "text", int: "a whole number", float: "a number"}
+_KINDS = {NoneType: "nothing", str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -285,7 +287,7 @@ def _typed(name: str, value: Any) -> Any:
     allowed = get_args(hint) or (hint,)
     if float in allowed and _is_number(value):
         return float(value)
-    if isinstance(value, bool) or not isinstance(value, allowed):
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         wanted = " or ".join(_KINDS[kind] for kind in allowed if kind is not NoneType)
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     return value

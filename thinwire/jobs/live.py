@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +25,9 @@ from rich.text import Text
 
 from thinwire.jobs.job import RECORDS, TRUTH, Job
 from thinwire.lab.units import format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from thinwire.report.tensorboard import Scalars
 
 DRAW_EVERY, TELL_EVERY = 0.25, 5.0  # seconds between two pictures, and between two plain lines
 REASONS = 3
@@ -348,12 +351,19 @@ def say(console: Console, words: str) -> None:
     console.print(words, markup=False, highlight=False, soft_wrap=not console.file.isatty())
 
 
+def _scalars_in(folder: Path) -> Scalars:
+    from thinwire.report import tensorboard  # here: it takes NumPy along, which is slow to come
+
+    return tensorboard.Scalars(folder / tensorboard.FOLDER)
+
+
 class View(ABC):
     """Somebody who watches a run: `look` often, `say` what cannot be read in its files, `close` at its end."""
 
     def __init__(self, progress: Progress, folder: Path, console: Console) -> None:
         self.progress, self.folder, self.console = progress, folder, console
         self._records, self._truth = Tail(folder / RECORDS), Tail(folder / TRUTH)
+        self._scalars = _scalars_in(folder) if progress.job.tensorboard else None
         self._next = 0.0
 
     def look(self) -> None:
@@ -368,6 +378,8 @@ class View(ABC):
         """Show how it ended."""
         self._read()
         self.show_end()
+        if self._scalars is not None:
+            self._scalars.close()
 
     def say(self, words: str) -> None:
         """Something that stays."""
@@ -376,9 +388,25 @@ class View(ABC):
     def _read(self) -> None:
         for line in self._truth.new():
             self.progress.take_truth(line)
-        for record in self._records.new():
+        records = self._records.new()
+        for record in records:
             self.progress.take(record)
             self.note(record)
+        self._write_scalars(records)
+
+    def _write_scalars(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """For TensorBoard. That the disk is full ends them, and not the run."""
+        if self._scalars is None:
+            return
+        try:
+            for record in records:
+                self._scalars.take(record)
+            self._scalars.flush()
+        except OSError as error:
+            self.say(f"what TensorBoard shows ends here: {error.strerror}.")
+            with suppress(OSError):  # what could not be written is still waiting to be
+                self._scalars.close()
+            self._scalars = None
 
     def note(self, record: Mapping[str, Any]) -> None:
         """A record was taken in; whoever tells of single ones does it here."""

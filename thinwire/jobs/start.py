@@ -96,6 +96,8 @@ def refuse_early(job: Job) -> None:
     """Find what cannot work before anything is made or started, so that a mistake leaves nothing behind."""
     if job.names_a_network:
         job.schedule()
+    if job.tensorboard:
+        _require_tensorboard()
     for path in (job.text, job.folder_of_data):
         if path is not None and not Path(path).exists():
             raise ValueError(f"{path} does not exist: {job.task} reads its data from there.")
@@ -110,7 +112,15 @@ def joining(job: Job, env: Mapping[str, str] = os.environ) -> Job:
             "torchrun's workers are on the network that there is: leave out --network, --latency and --rate, or add "
             "--link shaped."
         )
+    if job.tensorboard and env.get("RANK") == "0":  # who writes it
+        _require_tensorboard()
     return replace(job, hosts=int(env["WORLD_SIZE"]))
+
+
+def _require_tensorboard() -> None:
+    from thinwire.report import tensorboard  # here: it takes NumPy along, which is slow to come
+
+    tensorboard.require()
 
 
 # --- where workers run
@@ -281,6 +291,7 @@ def train(job: Job, folder: Path | None, command: Sequence[str], console: Consol
     """Train in a new folder, or go on in one that there is. Gives how it ended, and the folder."""
     refuse_early(job)
     place = new_folder(job) if folder is None else folder
+    invite(job, place, console)
     try:
         with Interrupts() as interrupts:
             return conduct(job, place, command, console, title_of(job), interrupts), place
@@ -288,6 +299,12 @@ def train(job: Job, folder: Path | None, command: Sequence[str], console: Consol
         if folder is None and not (place / RECORDS).exists():
             shutil.rmtree(place, ignore_errors=True)  # nothing was begun, so nothing stays
         raise
+
+
+def invite(job: Job, folder: Path, console: Console) -> None:
+    """Say how to see it in TensorBoard: whoever wants to wants it while it runs."""
+    if job.tensorboard:
+        say(console, f"to watch it: tensorboard --logdir {folder}")
 
 
 def conduct(

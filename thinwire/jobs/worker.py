@@ -102,7 +102,7 @@ def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: b
     if ending.how == "failed" and dist.get_rank() == 0:
         print(f"thinwire: {ending.message}", file=sys.stderr, flush=True)
     if with_report and dist.get_rank() == 0:
-        _report(folder)
+        _report(folder, job.tensorboard)
     if ending.how == "done":
         leaving.last_words = lambda: None
         del worker  # the model has to go before the process group: see examples/ddp.py
@@ -110,12 +110,14 @@ def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: b
     return {"done": 0, "interrupted": INTERRUPTED}.get(ending.how, 1)
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path, with_scalars: bool) -> None:
     """That it cannot be made makes no training a failure."""
-    from thinwire.report import page
+    from thinwire.report import page, tensorboard
 
     try:
         print(f"report: {page.write(folder)}", flush=True)
+        if with_scalars:
+            print(f"to see it: tensorboard --logdir {tensorboard.write(folder)[0]}", flush=True)
     except Exception as error:
         print(f"thinwire: the report could not be made: {error}", file=sys.stderr, flush=True)
 
