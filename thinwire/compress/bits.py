@@ -235,46 +235,40 @@ def dequantize(units, words, bits, centre, top, block, out, numbers):
 @_compiled
 def sample(x, stream, key, blown_up, values):
     """One entry out of each of k runs of nearly equal length, times the length of its run if they are `blown_up`."""
-    runs = _runs(x.shape[0], values.shape[0])
-    start, rest = _U(0), _U(0)
+    runs, at = _runs(x.shape[0], values.shape[0])
     for i in range(_U(values.shape[0])):
-        if i & _U(1) == _U(0):
-            word, other = _philox(_U32(i >> _U(1)), stream, key)
-        else:
-            word = other
-        length, rest = _length(rest, runs)
-        entry = x[start + ((_U(word) * length) >> _U(32))]
-        values[i] = entry * x.dtype.type(length) if blown_up else entry
-        start += length
+        place, length, at = _drawn(i, at, runs, stream, key)
+        values[i] = x[place] * x.dtype.type(length) if blown_up else x[place]
 
 
 @_compiled
 def unsample(values, stream, key, out):
     """The inverse, as far as there is one: the drawn entries at their places, zeros elsewhere."""
     out[:] = 0
-    runs = _runs(out.shape[0], values.shape[0])
-    start, rest = _U(0), _U(0)
+    runs, at = _runs(out.shape[0], values.shape[0])
     for i in range(_U(values.shape[0])):
-        if i & _U(1) == _U(0):
-            word, other = _philox(_U32(i >> _U(1)), stream, key)
-        else:
-            word = other
-        length, rest = _length(rest, runs)
-        out[start + ((_U(word) * length) >> _U(32))] = values[i]
-        start += length
+        place, _, at = _drawn(i, at, runs, stream, key)
+        out[place] = values[i]
 
 
 @njit(inline="always")
 def _runs(n, k):
-    """Run i goes from i n // k to (i + 1) n // k: n // k entries, and one more whenever the rests add up to k."""
-    return _U(n) // _U(k), _U(n) % _U(k), _U(k)
+    """Run i goes from i n // k to (i + 1) n // k: n // k entries, and one more whenever the rests add up to k.
+
+    The second part is for the first `_drawn`: where a run starts, the rests so far, and a random word in hand.
+    """
+    return (_U(n) // _U(k), _U(n) % _U(k), _U(k)), (_U(0), _U(0), _U32(0))
 
 
 @njit(inline="always")
-def _length(rest, runs):
+def _drawn(i, at, runs, stream, key):
+    """A place in run i at random, the length of that run, and where the next one is at."""
+    start, rest, other = at
     whole, part, k = runs
+    word, other = _philox(_U32(i >> _U(1)), stream, key) if i & _U(1) == _U(0) else (other, other)
     rest += part
-    return (whole + _U(1), rest - k) if rest >= k else (whole, rest)
+    length, rest = (whole + _U(1), rest - k) if rest >= k else (whole, rest)
+    return start + ((_U(word) * length) >> _U(32)), length, (start + length, rest, other)
 
 
 @_compiled
