@@ -224,6 +224,29 @@ def test_a_dense_step_that_is_not_finite_is_counted(collective: str) -> None:
     assert run_ranks(_spoilt_dense, 2, collective=collective) == [1, 1]
 
 
+def _spoilt_in_turn(rank: int) -> tuple[int, int]:
+    model = DDP(make("mlp"), bucket_cap_mb=0.001)
+    comm = thinwire.attach(model, exchange="dense", collective="torch")
+    parameters = list(model.parameters())
+    for step, spoilt in enumerate(parameters):
+        for skipped in (False, True):
+            model.zero_grad()
+            loss = loss_of(model, rank, step)
+            if skipped and rank == step % 2:
+                loss = loss + float("nan") * spoilt.reshape(-1)[-1]
+            loss.backward()
+            assert comm.last is not None and comm.last.skipped == skipped
+            finite = [bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None]
+            assert any(finite) and all(finite) != skipped  # other buckets are as they should be
+    comm.close()
+    return comm.skipped, len(parameters)
+
+
+def test_a_single_entry_of_a_single_bucket_on_one_rank_makes_all_ranks_skip_a_dense_step() -> None:
+    for skipped, parameters in run_ranks(_spoilt_in_turn, 2):
+        assert skipped == parameters == 6
+
+
 # --- uneven inputs
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from thinwire.compress import base, coding, topk
-from thinwire.compress.base import Compensated, Selector, Shortlist, compensate
+from thinwire.compress.base import Compensated, Selector, Shortlist, compensate, multiply
 from thinwire.compress.coding import Bitmap, Coding, EliasFano, IndexCode, Int32, code_for
 from thinwire.compress.topk import LayerwiseTopK, RandomK, ThresholdTopK, TopK, take_largest
 from thinwire.types import Sparse
@@ -292,6 +292,70 @@ def test_entries_are_added_with_the_same_bits_on_every_kind_of_processor() -> No
     base.add_entries(fast, entries, 1 / 3)
     plain += entries.values * torch.tensor(1 / 3)  # rounded after the product and after the sum
     assert torch.equal(fast, plain)
+
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+NUMELS = [*range(1, 201), 65_537, 300_007]  # whole vectors and what is left beside them
+PLACES = [(n, place) for n in NUMELS for place in {0, n // 2, n - 1}] + [(200, place) for place in range(200)]
+every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+either_way = pytest.mark.parametrize("fast", [True, False], ids=["kernels", "torch alone"])
+
+
+@pytest.fixture
+def fast_or_not(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(base, "kernels", None)
+
+
+@either_way
+@every_float
+@pytest.mark.parametrize("factor", [1.0, 1 / 2, 1 / 3, 1 / 7])
+@pytest.mark.usefixtures("fast_or_not")
+def test_multiplying_gives_the_bits_of_torchs_own_product(dtype: torch.dtype, factor: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for numel in NUMELS:
+        x = torch.randn(numel, generator=generator).to(dtype)
+        x[::5] *= torch.finfo(dtype).tiny  # the smallest, some below what is normal
+        x[::7] = -0.0
+        expected = x.clone().mul_(factor)
+        assert multiply(x, factor)
+        assert torch.equal(x.view(torch.uint8), expected.view(torch.uint8)), numel
+
+
+@either_way
+@every_float
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.usefixtures("fast_or_not")
+def test_multiplying_tells_of_an_entry_that_is_not_finite_wherever_it_is(dtype: torch.dtype, value: float) -> None:
+    for numel, place in PLACES:
+        x = torch.ones(numel, dtype=dtype)
+        x[place] = value
+        assert not multiply(x, 0.5), (numel, place)
+        assert torch.equal(x.isfinite().logical_not().nonzero(), torch.tensor([[place]]))
+
+
+@either_way
+@every_float
+@pytest.mark.usefixtures("fast_or_not")
+def test_infinities_that_cancel_are_told_of_too(dtype: torch.dtype) -> None:
+    for numel, place in PLACES:
+        if numel > 1:
+            x = torch.ones(numel, dtype=dtype)
+            x[place], x[(place + numel // 2) % numel] = math.inf, -math.inf
+            assert not multiply(x, 0.5), (numel, place)
+
+
+@either_way
+@every_float
+@pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1), (1, 1, -1, -1)], ids=str)
+@pytest.mark.usefixtures("fast_or_not")
+def test_a_sum_that_overflows_is_not_taken_for_an_entry_that_does(dtype: torch.dtype, signs: tuple[int, ...]) -> None:
+    for numel in NUMELS:
+        huge = torch.finfo(dtype).max * torch.tensor(signs, dtype=dtype).repeat(numel)[:numel]
+        assert multiply(huge.clone(), 0.5), numel
+        assert not multiply(huge.clone(), 2.0), numel  # where every entry does
+        huge[numel // 2] = math.nan
+        assert not multiply(huge, 0.5), numel
 
 
 def test_ratio_in_float16_keeps_the_rest_in_the_error() -> None:

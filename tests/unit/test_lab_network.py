@@ -315,6 +315,13 @@ def test_scale_divides_rates_and_says_so_and_speed_divides_times() -> None:
     assert max(change.at for change in schedule.changes) == pytest.approx(44.0)
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_or_a_speed_is_a_number_above_0(factor: float) -> None:
+    for change in (profiles.schedule("c2", 2).scaled, profiles.schedule("c2", 2).faster):
+        with pytest.raises(ValueError, match="above 0"):
+            change(factor)
+
+
 def test_what_is_pinned_stays_whatever_the_schedule_says() -> None:
     schedule = profiles.schedule("c2", 2).pinned(read_values({"latency": "7ms"}))
     assert {at(schedule, 2, time).routes[1][0].latency for time in (0, 100, 250, 500)} == {0.007}
@@ -337,25 +344,50 @@ def test_sites_are_fast_inside_and_share_a_line_between() -> None:
     assert [rate * 8 for rate in now.line] == pytest.approx([1e9, 1e9])
 
 
+def test_the_rate_between_sites_is_that_of_their_line() -> None:
+    now = at(profiles.schedule("cross-region", 4), 4, 0.0)
+    assert (now.rate(0, 1) * 8, now.rate(0, 3) * 8) == (10e9, 1e9)
+
+
 def test_home_is_asymmetric() -> None:
     now = at(profiles.schedule("home", 2), 2, 0.0)
     assert now.up[0] < now.down[0]
 
 
-BAD = {
-    '[network]\nlatency = "5ms"\n\n[[change]]\nat = "1s"\nlatncy = "3ms"\n': (6, "Did you mean 'latency'?"),
+WALK = '[walk]\nevery = "1s"\nlength = "9s"\n'
+SITES = "[sites]\nnumber = 2\n"
+
+WRONG = {
     '[netwrk]\nlatency = "5ms"\n': (1, "Did you mean 'network'?"),
     'about = "x"\n\n[network]\nrate = "fast"\n': (4, "is not a rate"),
+    "network = 5\n": (1, "must be a table"),
+    '[network]\nlatency = { low = "1ms" }\n': (2, "must be no table"),
+    '# latncy = 1\n[network]\n# latncy = 2\nlatncy = "5ms"\n': (4, "Did you mean 'latency'?"),
+    '[network]\nlatency = "5ms"\n\n[[change]]\nat = "1s"\nlatncy = "3ms"\n': (6, "Did you mean 'latency'?"),
     '[[change]]\nat = "1s"\nlatency = "1ms"\n[[change]]\nlatency = "2ms"\n': (4, "needs `at` or `epoch`"),
     '[[change]]\nat = "1s"\nlatency = "1ms"\n[[change]]\nat = "2s"\nlatency = "2"\n': (6, "write it with one of"),
-    '[walk]\nevery = "1s"\nlength = "9s"\nrate = { low = "1mbit", hgh = "2mbit", step = 1 }\n': (4, "'high'"),
-    '[sites]\nnumber = 2\nbetween = { latecy = "3ms" }\n': (3, "Did you mean 'latency'?"),
+    '[change]\nat = "1s"\n': (1, "in two brackets"),
+    '[[change]]\nat = 10\nlatency = "1ms"\n': (1, "has no unit"),
+    '[[change]]\nat = "1s"\n': (1, "sets nothing"),
+    '[[change]]\nat = "1s"\npartition = "0|1"\nlatency = "1ms"\n': (1, "stands alone"),
+    '[[change]]\nat = "1s"\nhosts = ["a"]\nlatency = "1ms"\n': (1, "there is no host 'a'"),
+    '[[change]]\nat = "1s"\nwhere = "inside"\nlatency = "1ms"\n': (3, "needs [sites]"),
+    'repeat = "5s"\n[[change]]\nat = "9s"\nlatency = "1ms"\n': (1, "after the repeat"),
+    SITES + 'between = { latecy = "3ms" }\n': (3, "Did you mean 'latency'?"),
+    '[sites]\nsizes = ["a", 2]\n': (2, "like [2, 6]"),
+    SITES + '[[change]]\nat = "1s"\nwhere = "inside"\nrate = "1mbit"\n': (6, "'rate' is no key"),
+    WALK + 'rate = { low = "1mbit", hgh = "2mbit", step = 1 }\n': (4, "'high'"),
+    '[walk]\nlength = "9s"\n': (1, "every is missing"),
+    WALK: (1, "needs one of latency"),
+    WALK + 'rate = { low = "2mbit", high = "1mbit", step = 0.1 }\n': (1, "0 < low < high"),
+    WALK + 'latency = { low = "1ms", high = "1ms", step = 0.1 }\n': (1, "0 < low < high"),
+    '[trace]\nfile = "none.csv"\n': (1, "cannot be read"),
 }
 
 
-@pytest.mark.parametrize("text", BAD, ids=[complaint for _, complaint in BAD.values()])
+@pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_profile_is_refused_with_its_file_and_line(text: str, tmp_path: Path) -> None:
-    line, complaint = BAD[text]
+    line, complaint = WRONG[text]
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
@@ -393,11 +425,30 @@ def test_a_trace_is_a_table_of_times(tmp_path: Path) -> None:
     assert second.values["up"] == 2.5e6
 
 
+def test_a_trace_may_come_from_a_spreadsheet_or_have_empty_cells(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes("\ufefftime,rate,latency\r\n0.,1e+2, \r\n1,,3\r\n".encode())
+    assert [dict(change.values) for change in read_trace(path)] == [{"up": 12.5e6, "down": 12.5e6}, {"latency": 0.003}]
+
+
 @pytest.mark.parametrize(
-    ("text", "line"), [("time,rte\n0,1\n", 1), ("time,rate\n0,1\n1,x\n", 3), ("time,rate\n2,1\n1,1\n", 3)]
+    ("text", "complaint"),
+    [
+        ("", "1: .*needs a column 'time'"),
+        ("time,rte\n0,1\n", "1: .*has no column 'rte'"),
+        ("time,rate\n", " .*at least one row"),
+        ("time,rate\n0,1,2\n", "2: .*more cells"),
+        ("time,rate\n0,1\n1,x\n", "3: .*is not a rate"),
+        ("time,rate\n2,1\n1,1\n", "3: .*runs backwards"),
+    ],
 )
-def test_a_wrong_trace_is_refused_with_its_line(text: str, line: int, tmp_path: Path) -> None:
+def test_a_wrong_trace_is_refused_with_its_line(text: str, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"trace.csv:{line}: "):
+    with pytest.raises(ValueError, match=f"trace.csv:{complaint}"):
         read_trace(path)
+
+
+def test_a_missing_trace_is_a_message() -> None:
+    with pytest.raises(ValueError, match="none.csv cannot be read"):
+        profiles.schedule("none.csv", 2)
