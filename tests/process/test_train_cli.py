@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -280,7 +281,7 @@ def test_ctrl_c_in_a_terminal_leaves_nothing_running_and_a_whole_screen(out: Pat
         (["--method", "star-topk@0.01:treee"], "Did you mean 'tree'?"),
         (["--method", "telepathy"], "there is no method 'telepathy'. Known: adaptive, ddp, ddp-fp16, ddp-powersgd,"),
         (["--config", "/nowhere/job.toml"], "/nowhere/job.toml cannot be read: No such file or directory."),
-        (["--resume", "/nowhere"], "/nowhere is no run: it has no job.json."),
+        (["--resume", "/nowhere"], "/nowhere is no run: there is no such folder."),
         (["--latency", "5"], "'5' is not a time"),
         (["--link", "shaped"], "a shaped link needs a network to be like"),
     ],
@@ -327,6 +328,67 @@ def test_only_limits_may_change_when_a_run_goes_on(out: Path) -> None:
     write_job(out / "one", Job(hosts=1), [])
     result = CliRunner().invoke(app, ["train", "--resume", str(out / "one"), "--batch", "8"])
     assert result.exit_code == 2 and "--batch cannot be given with --resume" in result.output
+
+
+@pytest.fixture
+def trained(out: Path) -> Path:
+    """A run of two workers with checkpoints of steps 10 and 20."""
+    words = ["--hosts", "2", "--method", "ddp", "--steps", "20", "--checkpoint-every", "10", "--name", "run"]
+    code, _, err = done("train", "digits", *words, "--out", str(out))
+    assert code == 0, err
+    assert len(list((out / "run" / "checkpoints").iterdir())) == 2
+    return out / "run"
+
+
+def refused_to_go_on(folder: Path) -> str:
+    """The sentence, once it is sure that nothing has changed."""
+    before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
+    code, _, err = done("train", "--resume", str(folder), "--steps", "30")
+    assert code == 1 and "Traceback" not in err, err
+    assert {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()} == before
+    return err
+
+
+def cut_off(folder: Path, step: int, rank: int) -> None:
+    os.truncate(folder / "checkpoints" / f"step-{step:09d}" / f"rank-{rank:05d}.safetensors", 1000)
+
+
+def test_nobody_goes_back_behind_a_damaged_checkpoint_unasked(trained: Path) -> None:
+    cut_off(trained, 20, rank=1)
+    newest, err = trained / "checkpoints" / "step-000000020", refused_to_go_on(trained)
+    assert f"step 20 in {newest.parent} is damaged. To go on from step 10, remove {newest}." in err
+    shutil.rmtree(newest)
+    code, text, err = done("train", "--resume", str(trained), "--steps", "30", "--json")
+    assert code == 0 and last_json(text)["steps"] == 30, err
+
+
+def test_nobody_begins_anew_where_all_checkpoints_are_damaged(trained: Path) -> None:
+    cut_off(trained, 10, rank=0)
+    cut_off(trained, 20, rank=0)
+    assert "is damaged. There is no older one that all workers have" in refused_to_go_on(trained)
+
+
+def test_a_checkpoint_with_a_flipped_bit_names_the_way_back(trained: Path) -> None:
+    file = trained / "checkpoints" / "step-000000020" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    err = refused_to_go_on(trained)
+    assert f"{file} is damaged" in err and f"To go on from step 10, remove {file.parent}." in err
+
+
+def test_a_checkpoint_of_another_model_is_told_apart(trained: Path) -> None:
+    facts = json.loads((trained / "job.json").read_text())
+    facts["job"]["model"] = "cnn"
+    (trained / "job.json").write_text(json.dumps(facts))
+    assert "the checkpoint of step 20 is of another model or optimizer: " in refused_to_go_on(trained)
+
+
+def test_a_run_that_is_being_trained_is_not_trained_by_another(out: Path) -> None:
+    with a_training(out) as (_, folder):
+        code, _, err = done("train", "--resume", str(folder), "--steps", "30")
+    assert code == 2
+    assert f"{folder} is being trained by another process: wait for it, or end it." in err
 
 
 @pytest.fixture

@@ -100,6 +100,8 @@ class Comparison:
 
 def jobs_of(job: Job, methods: Sequence[str], seeds: int) -> list[Job]:
     """A job for every method and seed. Each is a folder within the comparison's."""
+    if not all(methods):
+        raise ValueError("--methods has an empty place: write them with commas between, as in ddp,adaptive.")
     twice = [method for number, method in enumerate(methods) if method in methods[:number]]
     if twice:
         raise ValueError(f"{twice[0]} is among the methods twice.")

@@ -342,8 +342,9 @@ def read_job(folder: Path | str) -> Job:
         if found != FORMAT:
             raise ValueError(f"it has format {found!r}, and this thinwire reads {FORMAT}")
         return Job.from_json(facts["job"])
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is no run: it has no {JOB}.") from None
+    except (FileNotFoundError, NotADirectoryError):
+        why = f"it has no {JOB}" if Path(folder).is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is no run: {why}.") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ their present step, and whoever is not done with that in time is killed. They di
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import os
 import random
@@ -293,12 +294,30 @@ def train(job: Job, folder: Path | None, command: Sequence[str], console: Consol
     place = new_folder(job) if folder is None else folder
     invite(job, place, console)
     try:
-        with Interrupts() as interrupts:
+        with occupied(place), Interrupts() as interrupts:
             return conduct(job, place, command, console, title_of(job), interrupts), place
     except BaseException:
         if folder is None and not (place / RECORDS).exists():
             shutil.rmtree(place, ignore_errors=True)  # nothing was begun, so nothing stays
         raise
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Have a run's folder to oneself, until we end, however that is: two trainings would write over each other."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder} is being trained by another process: wait for it, or end it.") from None
+    except OSError:
+        pass  # a file system without locks
+    else:
+        yield
+        return
+    finally:
+        os.close(descriptor)
+    yield
 
 
 def invite(job: Job, folder: Path, console: Console) -> None:

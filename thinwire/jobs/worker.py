@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.jobs import data, exchanging, models
 from thinwire.jobs.job import CHECKPOINTS, RECORDS, Job, read_job, write_job
 from thinwire.jobs.leaving import INTERRUPTED, Leaving
@@ -334,14 +334,25 @@ class Worker:
     # --- going on
 
     def _go_on(self) -> None:
-        """From the newest checkpoint that all workers have."""
-        step = self._common_step()
+        """From the newest checkpoint that all workers have. Behind a newer one that is damaged nobody goes unasked."""
+        step, damaged = self._common_step()
+        if damaged is not None:
+            place = self._folder / CHECKPOINTS
+            raise ValueError(f"the checkpoint of step {damaged} in {place} is damaged. {self._way_back(damaged, step)}")
         if step is None:
             data.seed_all([self._job.seed, self._rank])
             return
-        state, _ = self._checkpoint.load(step)
-        self._task.module.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        try:
+            state, _ = self._checkpoint.load(step)
+        except CheckpointError as error:
+            older = [other for other in self._checkpoint.steps() if other < step]
+            raise ValueError(f"{error} {self._way_back(step, max(older, default=None))}") from error
+        try:
+            self._task.module.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"the checkpoint of step {step} is of another model or optimizer: {why}") from error
         self._exchanging.load_state_dict(state["comm"])
         self._exchanging.sent_bytes, self._exchanging.dense_bytes = state["sent_bytes"], state["dense_bytes"]
         self._epoch, self._batch = state["position"]
@@ -350,13 +361,22 @@ class Worker:
         self._accuracy, self._random = state["accuracy"], state["random"]
         self._step = self._saved_at = step
 
-    def _common_step(self) -> int | None:
-        mine = torch.full((STEPS_COMPARED,), -1, dtype=torch.int64)
+    def _common_step(self) -> tuple[int | None, int | None]:
+        """The newest step that all workers can go on from, and the newest that is damaged on some, if it is newer."""
+        mine = torch.full((STEPS_COMPARED + 1,), -1, dtype=torch.int64)
         newest = self._checkpoint.steps()[-STEPS_COMPARED:]
         mine[: len(newest)] = torch.tensor(newest, dtype=torch.int64)
+        mine[-1] = max(self._checkpoint.damaged(), default=-1)
         everyones = [torch.empty_like(mine) for _ in range(self._world_size)]
         dist.all_gather(everyones, mine, group=self._group)
-        return max(set.intersection(*(set(steps.tolist()) - {-1} for steps in everyones)), default=None)
+        common = max(set.intersection(*(set(steps[:-1].tolist()) - {-1} for steps in everyones)), default=-1)
+        damaged = max(int(steps[-1]) for steps in everyones)
+        return common if common >= 0 else None, damaged if damaged > common else None
+
+    def _way_back(self, damaged: int, older: int | None) -> str:
+        if older is None:
+            return "There is no older one that all workers have; put back a copy, or begin anew in another folder."
+        return f"To go on from step {older}, remove {self._folder / CHECKPOINTS / f'step-{damaged:09d}'}."
 
     def _save(self) -> None:
         """A checkpoint that cannot be written is told of, and training goes on: the older ones are still there."""

@@ -92,6 +92,10 @@ class Checkpoint:
         """The steps that `load` can go back to, ascending. Looks at manifests and sizes; only `load` hashes tensors."""
         return [step for step in self._committed() if self._is_complete(step)]
 
+    def damaged(self) -> list[int]:
+        """The steps that were saved whole and are not whole any more, ascending, as far as sizes tell."""
+        return [step for step in self._committed() if not self._is_complete(step)]
+
     def load(self, step: int | None = None) -> tuple[Any, int]:
         """Return the state saved at `step`, or the newest one, and its step. Every hash is checked before that.
 
