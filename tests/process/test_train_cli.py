@@ -330,6 +330,16 @@ def test_only_limits_may_change_when_a_run_goes_on(out: Path) -> None:
     assert result.exit_code == 2 and "--batch cannot be given with --resume" in result.output
 
 
+def test_under_torchrun_one_worker_tells_how_it_goes(out: Path) -> None:
+    words = ["train", "digits", "--method", "ddp", "--steps", "20", "--name", "joined", "--out", str(out)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire"]
+    ended = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count(f"digits, ddp, 2 hosts: {out / 'joined'}") == 1
+    assert ended.stderr.count("step 20 of 20") == 1
+    assert ended.stdout == f"report: {out / 'joined' / 'report.html'}\n"
+
+
 @pytest.fixture
 def trained(out: Path) -> Path:
     """A run of two workers with checkpoints of steps 10 and 20."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ AGREE_SECONDS = 0.2  # between two agreements, at least
 NOTICEABLE_SECONDS = 0.005
 MOST_STEPS_TO_AGREE = 100
 LOSS_SECONDS = 0.2  # between two records of the loss, at least
+LOOK_SECONDS = 0.2  # between two looks at what there is to tell
 EVALUATING_SHARE = 0.2  # of the time, at most
 TEST_BATCH = 250
 STEPS_COMPARED = 16
@@ -93,7 +95,8 @@ def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: b
     worker = Worker(job, folder, leaving)
     leaving.last_words = worker.say_interrupted
     try:
-        ending = worker.train()
+        with _told(job, folder) if with_report and dist.get_rank() == 0 else nullcontext():
+            ending = worker.train()
     except BaseException as error:
         if not leaving.asked:
             worker.end(Ending("failed", _in_words(error, quiet=True)))
@@ -108,6 +111,30 @@ def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: b
         del worker  # the model has to go before the process group: see examples/ddp.py
         dist.destroy_process_group()
     return {"done": 0, "interrupted": INTERRUPTED}.get(ending.how, 1)
+
+
+@contextmanager
+def _told(job: Job, folder: Path) -> Iterator[None]:
+    """Where no launcher of ours watches: a line on stderr every few seconds, and one for every change of plan."""
+    from rich.console import Console
+
+    from thinwire.jobs.live import Plain, Progress, title_of
+
+    console, over = Console(stderr=True), threading.Event()
+    view = Plain(Progress(replace(job, tensorboard=False)), folder, console, title_of(job))
+
+    def watch() -> None:
+        while not over.wait(LOOK_SECONDS):
+            view.look()
+
+    watcher = threading.Thread(target=watch, name="thinwire-told", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        view.close()
 
 
 def _report(folder: Path, with_scalars: bool) -> None:
