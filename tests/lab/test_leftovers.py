@@ -53,6 +53,12 @@ def test_a_killed_lab_leaves_nothing(seed: int, folder: Path) -> None:
     assert left_behind(folder) == ([], [])
 
 
+def test_a_process_that_comes_when_the_lab_is_ending_does_not_stay() -> None:
+    with lab(1) as ending:
+        Path(ending._names).unlink()  # what closing does first
+        assert ending.start(0, ["sleep", "600"]).wait(timeout=30) == 1
+
+
 def test_a_lab_and_its_relay_killed_together_are_cleaned_by_the_next_call(folder: Path) -> None:
     with start_main() as main:
         assert main.stdout is not None

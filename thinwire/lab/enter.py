@@ -33,8 +33,9 @@ def run(user: int, network: int, names: str, parent: int, command: Sequence[str]
         os.close(user)
     setns(network, CLONE_NEWNET)
     os.close(network)
-    # Whoever ends a lab kills the processes that it finds in the hosts. If ours came too late to be found, it is on us.
-    if os.getppid() != parent:
+    # Whoever ends a lab removes the names, and then kills the processes that it finds in the hosts. If ours came too
+    # late to be found, it is on us.
+    if os.getppid() != parent or not os.path.exists(names):
         os._exit(1)
     with suppress(OSError):  # a sandbox that forbids mounts: then addresses have no names
         show_instead(names, HOSTS_FILE)

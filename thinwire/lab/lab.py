@@ -110,6 +110,9 @@ class Lab:
 
     def close(self) -> None:
         """End everything that runs in the hosts, and the hosts. Closing twice is fine."""
+        # An interrupt may have come while a process was being started, of which nobody knows then: see enter.py.
+        if self._names:
+            Path(self._names).unlink(missing_ok=True)
         if self._owner is not None:
             with contextlib.suppress(OSError):  # it has gone already
                 self._owner.sendall(b'{"do": "end"}\n')

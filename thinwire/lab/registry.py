@@ -192,8 +192,10 @@ def _kill_inhabitants(entry: Entry) -> tuple[list[int], list[int]]:
     killed: list[int] = []
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
-        found = namespaces.inhabitants(cookies)
-        if spared := [pid for pid in found if not cookies.get(namespaces.network_of(pid) or 0)]:
+        # Looked at once: one that dies meanwhile has no network any more, and is none that could not be told.
+        inodes = {pid: namespaces.network_of(pid) for pid in namespaces.all_processes()}
+        found = {pid: inode for pid, inode in inodes.items() if inode in cookies}
+        if spared := [pid for pid, inode in found.items() if not cookies[inode]]:
             return killed, spared
         ours = [pid for pid in found if _lives_in(pid, cookies)]
         if not ours:
