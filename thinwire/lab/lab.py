@@ -119,7 +119,11 @@ class Lab:
             self._owner.close()  # the relay sees this, or our death, and ends
             self._owner = None
         if self._relay is not None:
-            self._relay.wait()
+            try:
+                self._relay.wait(registry.RELAY_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._relay.kill()  # what it was to end is ended below
+                self._relay.wait()
             self._relay = None
             namespaces.kill_inhabitants(self._inodes())  # nobody is left unless the relay itself was killed
         while self._started:
