@@ -46,7 +46,7 @@ def start_main() -> subprocess.Popen[str]:
 
 
 def end(main: subprocess.Popen[str], number: int) -> None:
-    """By this signal; once more if nothing came of it: Python drops an interrupt that comes in a callback of its own."""
+    """By this signal; once more if nothing came of it: Python drops an interrupt that comes in one of its callbacks."""
     for _ in range(10):
         main.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
