@@ -56,7 +56,8 @@ def test_ctrl_c_ends_the_hosts_too(tmp_path: Path, folder: Path) -> None:
 
 def test_a_lab_that_breaks_down_ends_the_run(tmp_path: Path, folder: Path) -> None:
     run = tmp_path / "run"
-    process = thinwire("train", "digits", "--hosts", "2", "--latency", "2ms", "--name", "run", "--out", str(tmp_path))
+    words = ["--hosts", "2", "--latency", "2ms", "--epochs", "10000", "--name", run.name, "--out", str(tmp_path)]
+    process = thinwire("train", "digits", *words)
     until(lambda: is_training(run, 0))
     entry, _ = registry.running()[0]
     os.kill(entry.relay, signal.SIGKILL)
