@@ -91,6 +91,20 @@ def _built(way: Way, ratio: float, sizes: tuple[int, ...]) -> Exchange:
     return build(complete(way.exchange, ratio, way.collective, way.broadcast), sizes)
 
 
+class _Case(NamedTuple):
+    """What is exchanged, among how many: all that a schedule depends on besides the way and the ratio."""
+
+    numel: int
+    itemsize: int
+    world_size: int
+    sizes: tuple[int, ...]
+
+    def legs(self, way: Way, ratio: float, leaders: Iterable[int] = (0,)) -> list[list[Leg]]:
+        """One sequence of legs for each leader."""
+        exchange = _built(way, ratio, self.sizes)
+        return [exchange.legs(self.numel, self.itemsize, ratio, self.world_size, leader) for leader in leaders]
+
+
 class Prices:
     """Seconds of every way at every ratio, for one gradient and one number of ranks.
 
@@ -108,18 +122,12 @@ class Prices:
     def __init__(
         self, numel: int, itemsize: int, world_size: int, ways: Sequence[Way], sizes: tuple[int, ...] | None = None
     ) -> None:
-        self.numel, self.itemsize, self.world_size = numel, itemsize, world_size
         self.ways = tuple(ways)
-        self.sizes = (numel,) if sizes is None else sizes
+        self.numel, self.world_size = numel, world_size
+        self._case = _Case(numel, itemsize, world_size, (numel,) if sizes is None else sizes)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "numel": self.numel,
-            "itemsize": self.itemsize,
-            "world_size": self.world_size,
-            "ways": [list(way) for way in self.ways],
-            "sizes": list(self.sizes),
-        }
+        return {**self._case._asdict(), "ways": [list(way) for way in self.ways]}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Prices:
@@ -128,72 +136,48 @@ class Prices:
 
     def seconds(self, way: Way, ratio: float, network: Network) -> float:
         """What `Exchange.seconds` gives, as the mean over leaders."""
-        return _seconds(self.numel, self.itemsize, self.world_size, self.sizes, way, ratio, network)
+        return _seconds(self._case, way, ratio, network)
 
     def table(self, network: Network, ratios: Sequence[float]) -> Array:
         """Seconds by way, in the order of `ways`, and ratio."""
-        return _played(self.numel, self.itemsize, self.world_size, self.sizes, self.ways, tuple(ratios), network)
+        return _played(self._case, self.ways, tuple(ratios), network)
 
     def volume(self, way: Way, ratio: float) -> tuple[int, int]:
         """The messages and the bytes that all ranks together send."""
-        legs = _built(way, ratio, self.sizes).legs(self.numel, self.itemsize, ratio, self.world_size)
-        return sent_messages(self.world_size, legs), sent_bytes(self.world_size, legs)
+        (legs,) = self._case.legs(way, ratio)
+        return sent_messages(self._case.world_size, legs), sent_bytes(self._case.world_size, legs)
 
     def messages(self, way: Way) -> int:
         """That the rank which has the most of them sends and receives."""
-        return _messages(self.numel, self.itemsize, self.world_size, self.sizes, way)
+        return _messages(self._case, way)
 
 
-def _played(
-    numel: int,
-    itemsize: int,
-    world_size: int,
-    sizes: tuple[int, ...],
-    ways: tuple[Way, ...],
-    ratios: tuple[float, ...],
-    network: Network,
-) -> Array:
-    layout, plays, cells = _laid_out(numel, itemsize, world_size, sizes, ways, ratios)
+def _played(case: _Case, ways: tuple[Way, ...], ratios: tuple[float, ...], network: Network) -> Array:
+    layout, plays, cells = _laid_out(case, ways, ratios)
     seconds = layout.play(network)[plays]
     return (np.bincount(cells, seconds) / np.bincount(cells)).reshape(len(ways), len(ratios))
 
 
 @functools.lru_cache(maxsize=64)  # a step asks twice for the same
-def _seconds(
-    numel: int,
-    itemsize: int,
-    world_size: int,
-    sizes: tuple[int, ...],
-    way: Way,
-    ratio: float,
-    network: Network,
-) -> float:
-    return float(_played(numel, itemsize, world_size, sizes, (way,), (ratio,), network)[0, 0])
+def _seconds(case: _Case, way: Way, ratio: float, network: Network) -> float:
+    return float(_played(case, (way,), (ratio,), network)[0, 0])
 
 
 @functools.lru_cache(maxsize=1024)
-def _messages(numel: int, itemsize: int, world_size: int, sizes: tuple[int, ...], way: Way) -> int:
-    ratio = 1.0 if way.exchange == "dense" else 0.01
-    legs = _built(way, ratio, sizes).legs(numel, itemsize, ratio, world_size)
-    rounds = [[round for leg in legs for round in leg.rounds(rank, world_size)] for rank in range(world_size)]
+def _messages(case: _Case, way: Way) -> int:
+    (legs,) = case.legs(way, 1.0 if way.exchange == "dense" else 0.01)
+    ranks = range(case.world_size)
+    rounds = [[round for leg in legs for round in leg.rounds(rank, case.world_size)] for rank in ranks]
     return max(sum(len(round.sends) + len(round.receives) for round in of_rank) for of_rank in rounds)
 
 
 @functools.lru_cache(maxsize=64)
-def _laid_out(
-    numel: int,
-    itemsize: int,
-    world_size: int,
-    sizes: tuple[int, ...],
-    ways: tuple[Way, ...],
-    ratios: tuple[float, ...],
-) -> tuple[_Layout, Array, Array]:
+def _laid_out(case: _Case, ways: tuple[Way, ...], ratios: tuple[float, ...]) -> tuple[_Layout, Array, Array]:
     """What has to be played; the plays, and of each the cell of the table whose mean it is part of."""
-    layout, plays, cells = _Layout(world_size), [], []
+    layout, plays, cells = _Layout(case.world_size), [], []
     for cell, (way, ratio) in enumerate(itertools.product(ways, ratios)):
-        exchange = _built(way, ratio, sizes)
-        for leader in _leaders(way, world_size):
-            plays.append(layout.add(exchange.legs(numel, itemsize, ratio, world_size, leader)))
+        for legs in case.legs(way, ratio, _leaders(way, case.world_size)):
+            plays.append(layout.add(legs))
             cells.append(cell)
     return layout, np.array(plays), np.array(cells)
 
