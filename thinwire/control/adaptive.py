@@ -307,9 +307,7 @@ class Adaptive:
 
     def _learning(self, way: Way, ratios: Floats, view: View) -> tuple[Floats, Floats]:
         """The gain at each ratio, and how many times more steps it takes."""
-        if way.exchange == "dense":
-            return np.ones(len(ratios)), np.ones(len(ratios))
-        gains = [view.gains.gain(way.exchange, float(ratio)) for ratio in ratios]
+        gains = view.gains.gains(way.exchange, tuple(ratios.tolist()))
         steps = [1.0 if self.objective == "seconds" else steps_factor(way.exchange, gain) for gain in gains]
         return np.array(gains), np.array(steps)
 

@@ -20,8 +20,10 @@ each of them, a straight line in log c between two, and constant beyond.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,9 +103,15 @@ class GainCurve:
 
     def gain(self, exchange: str, ratio: float) -> float:
         """The share of the energy that this exchange sends at this ratio, once it has run for a while."""
-        if exchange == "dense" or ratio >= 1:
-            return 1.0
-        return -math.expm1(-self._rate_at(ratio) * _shape(exchange, ratio))
+        return self.gains(exchange, (ratio,))[0]
+
+    def gains(self, exchange: str, ratios: tuple[float, ...]) -> list[float]:
+        """At each of these ratios."""
+        if exchange == "dense":
+            return [1.0] * len(ratios)
+        # Not by NumPy, whose functions are not the same to the last bit on every processor, as ranks need it.
+        shaped = zip(self._rates_at(ratios), _shapes(exchange, ratios), strict=True)
+        return [-math.expm1(-rate * shape) for rate, shape in shaped]
 
     def points(self) -> list[tuple[float, float]]:
         """The candidate ratios and the gain of the exact top-k at each."""
@@ -129,11 +137,12 @@ class GainCurve:
             kept=kept, rate=rate, unmeasured=int(state["unmeasured"]), explored=explored, explored_at=explored_at
         )
 
-    def _rate_at(self, ratio: float) -> float:
+    def _rates_at(self, ratios: tuple[float, ...]) -> Iterable[float]:
         if not self.explored:
-            return self._rate_now()
+            return itertools.repeat(self._rate_now(), len(ratios))
         logs = [math.log(known) for known in self.explored]
-        return float(np.interp(math.log(ratio), logs, list(self.explored.values())))
+        rates: list[float] = np.interp([math.log(ratio) for ratio in ratios], logs, list(self.explored.values())).tolist()
+        return rates
 
     def _rate_now(self) -> float:
         if self.rate is not None:
@@ -149,4 +158,9 @@ def _rate_of(exchange: str, ratio: float, gain: float) -> float:
 
 def _shape(exchange: str, ratio: float) -> float:
     f, s = SHAPES[exchange]
-    return f * math.pow(ratio / (1 - ratio) * (1 - _LARGEST) / _LARGEST, s)
+    return f * math.pow(ratio / (1 - ratio) * (1 - _LARGEST) / _LARGEST, s) if ratio < 1 else math.inf
+
+
+@functools.lru_cache(maxsize=256)  # decisions ask for the same ratios again and again
+def _shapes(exchange: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(_shape(exchange, ratio) for ratio in ratios)

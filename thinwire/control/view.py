@@ -240,9 +240,11 @@ class View:
 
     def _least_extra(self, prices: Prices) -> Running | None:
         """For one message, of the ways that can be chosen: where the plan is fixed there are none."""
-        messages = {str(way): prices.messages(way) for way in prices.ways} | {"": 1}
-        known = [(running, messages[name]) for name, running in self.extra.items() if name in messages]
-        each = [replace(running, value=running.value / number) for running, number in known]
+        each = [
+            replace(running, value=running.value / prices.messages(prices.by_name[name])) if name else running
+            for name, running in self.extra.items()
+            if not name or name in prices.by_name
+        ]
         return min(each, key=lambda running: running.value, default=None)
 
     def to_json(self) -> dict[str, Any]:
