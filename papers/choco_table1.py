@@ -216,14 +216,15 @@ def found(method: str, compressor: str, classes: int = 10, times: int = 1) -> li
 
 
 def cell(method: str, compressor: str, classes: int = 10, times: int = 1) -> str:
-    """Mean and deviation of those that learned; a star for each that did not, "div" if none did."""
+    """Mean and deviation of those that learned, one alone without; a star for each that did not, "div" if none did."""
     values = np.array([result["accuracy"] for result in found(method, compressor, classes, times)])
     learned = values[values > 20]
     if not len(values):
         return ""
     if not len(learned):
         return "div"
-    return f"{learned.mean():.1f} ± {learned.std():.1f}" + "*" * (len(values) - len(learned))
+    deviation = f" ± {learned.std():.1f}" if len(learned) > 1 else ""
+    return f"{learned.mean():.1f}{deviation}" + "*" * (len(values) - len(learned))
 
 
 def report() -> str:
