@@ -140,9 +140,9 @@ class GainCurve:
     def _rates_at(self, ratios: tuple[float, ...]) -> Iterable[float]:
         if not self.explored:
             return itertools.repeat(self._rate_now(), len(ratios))
-        logs = [math.log(known) for known in self.explored]
-        rates: list[float] = np.interp([math.log(ratio) for ratio in ratios], logs, list(self.explored.values())).tolist()
-        return rates
+        logs, rates = [math.log(known) for known in self.explored], list(self.explored.values())
+        found: list[float] = np.interp([math.log(ratio) for ratio in ratios], logs, rates).tolist()
+        return found
 
     def _rate_now(self) -> float:
         if self.rate is not None:
