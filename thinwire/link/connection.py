@@ -8,20 +8,21 @@ beyond them it stays in the kernel, TCP holds the sender back, and reading goes 
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import sys
-import termios
 import threading
 import time
-import zlib
 from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
-from thinwire.errors import LinkError, PeerLost, RemoteError
+from thinwire.errors import PeerLost
+from thinwire.link.arrival import Arrival
+from thinwire.link.backlog import unacknowledged, unsent
 from thinwire.link.base import where
+from thinwire.link.failure import Failure as Failure
+from thinwire.link.failure import cut_off, refused, told
+from thinwire.link.failure import lost as lost
 from thinwire.link.frames import (
     ABORT,
     DATA,
@@ -32,19 +33,14 @@ from thinwire.link.frames import (
     PING,
     PONG,
     PROBES,
-    TRAILER_BYTES,
-    Farewell,
     FrameError,
     Header,
-    decode_delayed,
     decode_header,
-    decode_held,
-    decode_reason,
     dtype_code,
-    encode_trailer,
 )
-from thinwire.link.meter import PIECE_SECONDS, STAMP_BYTES, age_of, ask_for_stamps
-from thinwire.link.transfer import Ping, Pong, Receiving, Sending, bytes_of, on_host
+from thinwire.link.meter import STAMP_BYTES
+from thinwire.link.pace import Pace, Pings
+from thinwire.link.transfer import Pong, Receiving, Sending, bytes_of, on_host
 from thinwire.types import Moment
 
 if TYPE_CHECKING:
@@ -52,52 +48,7 @@ if TYPE_CHECKING:
 
 MAX_EARLY_BYTES = 64 * 2**20  # kept for one peer before its receives are posted
 EARLY_FRAME_COST = 1024  # what an early frame counts on top of its payload, so that empty ones are bounded too
-SIOCOUTQNSD = 0x894B
-MAX_ASKED = 16  # pings to one peer without an answer; beyond that the oldest is forgotten
 SEND_BYTES = 2**20  # at most this much per system call, so that the lock is never held for long
-
-
-class Failure(Exception):
-    """This connection cannot go on: what every wait is to raise, and what the peers are to be told."""
-
-    def __init__(self, error: LinkError, farewell: Farewell) -> None:
-        super().__init__(str(error))
-        self.error, self.farewell = error, farewell
-
-
-class _Arrival:
-    """A frame whose payload is coming, or has come and waits for its receive."""
-
-    def __init__(self, header: Header, view: memoryview, receiving: Receiving | None = None) -> None:
-        self.header, self.view, self.receiving = header, view, receiving
-        self._trailer = bytearray(TRAILER_BYTES)
-        self._filled = 0
-        self._crc = 0
-
-    def room(self) -> list[memoryview]:
-        """Where the bytes that are still to come belong."""
-        behind = max(self._filled - len(self.view), 0)
-        return [self.view[self._filled :], memoryview(self._trailer)[behind:]]
-
-    def take(self, received: int) -> None:
-        """So many bytes have come."""
-        self._crc = zlib.crc32(self.view[self._filled : self._filled + received], self._crc)
-        self._filled += received
-
-    @property
-    def whole(self) -> bool:
-        return self._filled == len(self.view) + TRAILER_BYTES
-
-    @property
-    def damaged(self) -> bool:
-        return self._trailer != encode_trailer(self._crc)
-
-    def hand_over(self) -> None:
-        """Give an early payload to the receive that has claimed it."""
-        assert self.receiving is not None
-        if self.view is not self.receiving.view:
-            self.receiving.view[:] = self.view
-        self.receiving.finish()
 
 
 class Connection:
@@ -117,20 +68,16 @@ class Connection:
         self._shut = False  # nothing will follow what was sent
         self._on_the_way = 0  # when we last looked
         self._posted: deque[Receiving] = deque()
-        self._early: deque[_Arrival] = deque()  # not claimed by a receive yet, the oldest first
+        self._early: deque[Arrival] = deque()  # not claimed by a receive yet, the oldest first
         self._early_cost = 0
         self._head = bytearray(HEADER_BYTES)
         self._head_filled = 0
         self._frames_begun = 0
         self._held: Header | None = None  # a frame too large to keep that waits for its receive
-        self._arriving: _Arrival | None = None
+        self._arriving: Arrival | None = None
         self._parting = False  # nothing may follow our farewell
-        self._tokens = 0
-        self._asked: dict[int, Ping] = {}
-        self._came_at = self.heard_at  # when the last byte that was read had come to this host
-        self._is_stamped = ask_for_stamps(sock)
-        self._metered_to: float | None = None  # what has come of the arriving frame until then is in the meter
-        self._unmetered = 0  # and these bytes have come since
+        self._pace = Pace(sock, link.meter)
+        self._pings = Pings(self)
 
     # --- sending
 
@@ -210,7 +157,7 @@ class Connection:
             return True
         if self.said_goodbye or self._hung_up():
             return False
-        on_the_way = _unacknowledged(self.socket)
+        on_the_way = unacknowledged(self.socket)
         if on_the_way != self._on_the_way:
             self._on_the_way, self.accepted_at = on_the_way, time.monotonic()
         return on_the_way > 0
@@ -230,21 +177,18 @@ class Connection:
 
     def has_unsent(self) -> bool:
         """Does something wait in this host to be sent?"""
-        return bool(self._to_send) or _unsent(self.socket) > 0
+        return bool(self._to_send) or unsent(self.socket) > 0
 
     def has_unacknowledged(self) -> bool:
         """Has something been sent that the peer's host has not confirmed?"""
         try:
-            return _unacknowledged(self.socket) > 0
+            return unacknowledged(self.socket) > 0
         except OSError:
             return False
 
     def ping(self, delayed: bool) -> None:
         """Ask for a sign of life; `delayed` if the question shares its way with payload."""
-        self._tokens += 1
-        self._asked[self._tokens] = Ping(self, self._tokens, delayed)
-        self._asked.pop(self._tokens - MAX_ASKED, None)
-        self._probe(self._asked[self._tokens])
+        self._probe(self._pings.ask(delayed))
 
     def _probe(self, probe: Sending) -> None:
         """Send it at once, or never: what waits behind a payload would only tell how long that took."""
@@ -253,15 +197,6 @@ class Connection:
                 self.probe_bytes += FRAME_BYTES
                 self._to_send.append(probe)
                 self._send_some()
-
-    def _hear_pong(self, header: Header) -> None:
-        """What the peer claims is only believed as far as it makes the time shorter, but not less than nothing."""
-        ping = self._asked.pop(header.step, None)
-        if ping is not None and ping.gone:
-            seconds = self._came_at - ping.left_at - decode_held(header)
-            delayed = ping.delayed or decode_delayed(header) or self.link.meter.was_receiving(self._came_at)
-            if seconds > 0:
-                self.link.meter.note_round_trip(self.peer, seconds, delayed)
 
     # --- receiving
 
@@ -276,7 +211,7 @@ class Connection:
                 self._posted.append(receiving)
         return receiving
 
-    def _claim(self, arrival: _Arrival, receiving: Receiving) -> None:
+    def _claim(self, arrival: Arrival, receiving: Receiving) -> None:
         receiving.check(arrival.header)
         self._early.popleft()
         self._early_cost -= _early_cost(arrival.header)
@@ -312,7 +247,7 @@ class Connection:
         received = self._receive(arrival.room())
         arrival.take(received)
         if received and arrival.header.kind == DATA:
-            self._meter(received, arrival.whole)
+            self._pace.note_payload(received, arrival.whole)
         if received and arrival.header.kind not in PROBES:
             self.heard_at = time.monotonic()
         if arrival.whole:
@@ -328,14 +263,11 @@ class Connection:
         try:
             self._held = decode_header(self._head, self._run_id, self._frames_begun)
         except FrameError as error:
-            raise self._error(str(error)) from None
+            raise refused(self.link.rank, self.peer, str(error)) from None
         self._frames_begun += 1
         if self._held.kind not in PROBES:  # which only tell that the peer's link is alive, not that it works
             self.heard_at = time.monotonic()
-        # What came in one packet with the header came at once, and tells nothing about a rate. Packets may become
-        # larger or smaller while the connection lasts.
-        segment = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-        self._metered_to, self._unmetered = self._came_at, HEADER_BYTES - segment
+        self._pace.note_header(self._held.nbytes)
         return True
 
     def _begin(self) -> bool:
@@ -344,52 +276,37 @@ class Connection:
         assert header is not None
         with self._lock:
             if header.kind != DATA:
-                self._arriving = _Arrival(header, memoryview(bytearray(header.nbytes)))
+                self._arriving = Arrival(header, memoryview(bytearray(header.nbytes)))
             elif self._posted:
                 self._posted[0].check(header)
                 receiving = self._posted.popleft()
-                self._arriving = _Arrival(header, receiving.view, receiving)
+                self._arriving = Arrival(header, receiving.view, receiving)
             elif self._place(header):
-                self._arriving = _Arrival(header, memoryview(bytearray(header.nbytes)))
+                self._arriving = Arrival(header, memoryview(bytearray(header.nbytes)))
                 self._early.append(self._arriving)
                 self._early_cost += _early_cost(header)
             elif self._broken:
-                raise self._lost()
+                raise cut_off(self.link.rank, self.peer)
             else:
-                self._metered_to = None  # from here on it is we who are slow
+                self._pace.note_held()
                 return False
             self._held = None
         return True
 
-    def _meter(self, received: int, whole: bool) -> None:
-        """Note that so many bytes have come, and when: the rest of the frame's first packet together with its header.
-
-        Where the kernel does not tell when they came it was when they were read. That is right for as long as reading
-        empties the socket and more is to come, but the last bytes may have lain there for any time.
-        """
-        self.link.meter.note_received(self._came_at)
-        if self._metered_to is None or (whole and not self._is_stamped):
-            return
-        self._unmetered += received
-        start, end = self._metered_to, self._came_at
-        if self._unmetered > 0 and (whole or end - start >= PIECE_SECONDS):
-            self.link.meter.note(start, max(start, end), self._unmetered)
-            self._metered_to, self._unmetered = max(start, end), 0
-
-    def _end(self, arrival: _Arrival) -> None:
+    def _end(self, arrival: Arrival) -> None:
         if arrival.damaged:
-            raise self._error("a message that was damaged on the way (crc)")
+            raise refused(self.link.rank, self.peer, "a message that was damaged on the way (crc)")
         with self._lock:
             self._arriving = None
             if arrival.receiving is not None:
                 arrival.hand_over()
         if arrival.header.kind in (ABORT, LOST):
-            raise self._told(arrival.header.kind, bytes(arrival.view))
+            raise told(self.link.rank, self.link.world_size, self.peer, arrival.header.kind, bytes(arrival.view))
         if arrival.header.kind == PING:
-            delayed = self.link.meets_payload(self._came_at)
-            self._probe(Pong(self, arrival.header.step, self._came_at, delayed))
+            delayed = self.link.meets_payload(self._pace.came_at)
+            self._probe(Pong(self, arrival.header.step, self._pace.came_at, delayed))
         if arrival.header.kind == PONG:
-            self._hear_pong(arrival.header)
+            self._pings.hear(arrival.header, self._pace.came_at)
         if arrival.header.kind == GOODBYE:
             with self._lock:
                 self.said_goodbye = True
@@ -404,10 +321,8 @@ class Connection:
             received = 0
         if received == 0:
             self._broken = True
-            raise self._lost()
-        age = age_of(extras)
-        self._is_stamped = age is not None
-        self._came_at = time.monotonic() - (age or 0.0)
+            raise cut_off(self.link.rank, self.peer)
+        self._pace.note_read(extras)
         return received
 
     # --- ending
@@ -430,49 +345,6 @@ class Connection:
             rank=self.link.rank,
             peer=self.peer,
         )
-
-    def _lost(self) -> Failure:
-        return lost(self.link.rank, self.peer, f"its connection to rank {self.link.rank} ended without a goodbye")
-
-    def _told(self, kind: int, raw: bytes) -> Failure:
-        """The failure that the peer reports: its own, or one that it has heard of before us."""
-        try:
-            origin, text = decode_reason(raw)
-        except FrameError as error:
-            return self._error(str(error))
-        if origin >= self.link.world_size or origin == self.link.rank:  # if it has lost us, we have lost it
-            origin = self.peer
-        return lost(self.link.rank, origin, text) if kind == LOST else failed(self.link.rank, origin, text)
-
-    def _error(self, what: str) -> Failure:
-        rank = self.link.rank
-        text = f"rank {self.peer} sent rank {rank} {what}"
-        return Failure(LinkError(text, rank=rank, peer=self.peer), Farewell(ABORT, rank, text))
-
-
-def lost(rank: int, peer: int, reason: str) -> Failure:
-    error = PeerLost(f"rank {rank} lost rank {peer}: {reason}", rank=rank, peer=peer)
-    return Failure(error, Farewell(LOST, peer, reason))
-
-
-def failed(rank: int, peer: int, reason: str) -> Failure:
-    error = RemoteError(f"rank {peer} failed: {reason}", rank=rank, peer=peer)
-    return Failure(error, Farewell(ABORT, peer, reason))
-
-
-def _unacknowledged(sock: socket.socket) -> int:
-    """Bytes that the kernel has taken and the peer's kernel has not confirmed (SIOCOUTQ, by its other name)."""
-    return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-
-
-def _unsent(sock: socket.socket) -> int:
-    """Bytes that the kernel has taken and not sent yet (SIOCOUTQNSD); nothing where it does not tell."""
-    if sys.platform != "linux":
-        return 0
-    try:
-        return int.from_bytes(fcntl.ioctl(sock.fileno(), SIOCOUTQNSD, bytes(4)), sys.byteorder)
-    except OSError:
-        return 0
 
 
 def _early_cost(header: Header) -> int:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,13 @@ MAX_PIECES = 4096  # remembered between two readings, about 100 bytes each; the 
 MAX_ROUND_TRIPS = 256
 MAX_STRETCHES = 2  # to look at, since each look takes 0.1 ms
 PIECE_SECONDS = 0.0005  # what comes within so long may be noted as one piece
-LEAST_SECONDS = 0.003  # of a stretch; in less the timing of single packets shows
+LEAST_SECONDS = 0.005  # of a stretch; in less the timing of single packets shows
 BRIEF_SECONDS = 0.0004  # of one that is taken whole, for want of better ones
 QUIET_SECONDS = 0.001  # after payload has come, in which what comes may have queued behind it
 MARGIN = 1.1  # for a rate that is not known better
 PAUSE_SECONDS = 0.01  # without much coming in are the sender's
 SHORTEST_SECONDS = 1e-6  # in which anything can happen
-LEAST_SHARE = 0.25  # of a busy period's bytes in its stretch
+LEAST_SHARE = 0.4  # of a busy period's bytes in its stretch
 
 # --- stamps
 
@@ -81,7 +81,7 @@ class Meter:
         self._received_at = self._sent_until = -math.inf
 
     def note(self, start: float, end: float, nbytes: int) -> None:
-        """So many bytes came over one connection between two times."""
+        """So many bytes came over one connection between two times, or at once."""
         self._pieces.append((start, end, nbytes))
 
     def note_round_trip(self, peer: int, seconds: float, delayed: bool = False) -> None:
@@ -134,6 +134,17 @@ def busy_periods(pieces: NDArray[np.float64]) -> list[NDArray[np.float64]]:
     return np.split(pieces, gaps) if len(pieces) else []
 
 
+class _Curve(NamedTuple):
+    """Times, the bytes that had come by then, and whether a rate may be counted from then on.
+
+    It may not from just before something that came at once: that was on its way before.
+    """
+
+    times: NDArray[np.float64]
+    came: NDArray[np.float64]
+    counts: NDArray[np.bool_]
+
+
 def fastest_part(pieces: NDArray[np.float64]) -> Stretch | None:
     """The part of a busy period in which bytes came fastest; None if it was too short to tell.
 
@@ -141,44 +152,51 @@ def fastest_part(pieces: NDArray[np.float64]) -> Stretch | None:
     makes bytes come faster than the narrowest part of the way lets them through. A good share of the bytes, and not the
     fastest few, because packets that were held up somewhere come in bunches.
     """
-    times, curve = _without_pauses(*_arrival_curve(pieces))
-    if LEAST_SECONDS > times[-1] - times[0] >= BRIEF_SECONDS:
-        return Stretch(round(curve[-1]), float(times[-1] - times[0]))  # it says little, but better than nothing
-    starts = times[times <= times[-1] - LEAST_SECONDS]
+    times, came, counts = _without_pauses(_arrival_curve(pieces))
+    starts, begun = times[counts], came[counts]
     if not len(starts):
         return None
-    begun = curve[: len(starts)]
-    ends = np.interp(begun + LEAST_SHARE * curve[-1], curve, times)
+    if LEAST_SECONDS > times[-1] - starts[0] >= BRIEF_SECONDS:  # it says little, but better than nothing
+        return Stretch(round(came[-1] - begun[0]), float(times[-1] - starts[0]))
+    begun = begun[starts <= times[-1] - LEAST_SECONDS]
+    starts = starts[: len(begun)]
+    if not len(starts):
+        return None
+    ends = np.interp(begun + LEAST_SHARE * came[-1], came, times)
     ends = np.maximum(ends, starts + LEAST_SECONDS)
-    came = np.interp(ends, times, curve) - begun
-    best = int(np.argmax(came / (ends - starts)))
-    return Stretch(round(came[best]), float(ends[best] - starts[best]))
+    bytes_in = np.interp(ends, times, came) - begun
+    best = int(np.argmax(bytes_in / (ends - starts)))
+    return Stretch(round(bytes_in[best]), float(ends[best] - starts[best]))
 
 
-def _arrival_curve(pieces: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Times, and the bytes that had come by then, as if those of a piece had come evenly."""
+def _arrival_curve(pieces: NDArray[np.float64]) -> _Curve:
+    """As if the bytes of a piece had come evenly from its start to its end."""
     start, end, nbytes = pieces.T
-    rate = nbytes / np.maximum(end - start, SHORTEST_SECONDS)
-    times = np.concatenate([start, np.maximum(end, start + SHORTEST_SECONDS)])
+    takes_time = end > start
+    start = np.minimum(start, end - SHORTEST_SECONDS)
+    rate = nbytes / (end - start)
+    times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     times, slopes = times[order], np.cumsum(np.concatenate([rate, -rate])[order])
-    curve = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(times))])
-    return times, curve
+    came = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(times))])
+    return _Curve(times, came, np.concatenate([takes_time, np.ones(len(end), bool)])[order])
 
 
-def _without_pauses(
-    times: NDArray[np.float64], curve: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _without_pauses(curve: _Curve) -> _Curve:
     """The curve as if the sender had never paused for long.
 
     Where the round trip is long and a message is not, TCP sends a little and waits for the acknowledgement, several
     times over; none of these bunches alone might last long enough to tell a rate.
     """
-    seconds, came = np.diff(times), np.diff(curve)
+    seconds, came = np.diff(curve.times), np.diff(curve.came)
     if not np.any(seconds >= PAUSE_SECONDS):
-        return times, curve
+        return curve
     rate = came / np.maximum(seconds, SHORTEST_SECONDS)
     order = np.argsort(rate)
-    typical = rate[order][np.searchsorted(np.cumsum(came[order]), curve[-1] / 2)]
+    typical = rate[order][np.searchsorted(np.cumsum(came[order]), curve.came[-1] / 2)]
     goes_on = (seconds < PAUSE_SECONDS) | (rate >= LEAST_SHARE * typical)
-    return np.append(0.0, np.cumsum(seconds[goes_on])), np.append(0.0, np.cumsum(came[goes_on]))
+    return _Curve(
+        np.append(0.0, np.cumsum(seconds[goes_on])),
+        np.append(0.0, np.cumsum(came[goes_on])),
+        curve.counts[np.append(True, goes_on)],
+    )

@@ -20,6 +20,7 @@ _COUNT = struct.Struct("=I")
 _LONG = struct.Struct("=Q")
 _AT_ROUND_TRIP, _AT_RETRANSMITTED, _AT_BYTES_ACKED, _AT_BYTES_RECEIVED = 68, 100, 120, 128
 _AT_NOT_SENT, _AT_LEAST_ROUND_TRIP, _AT_DELIVERY_RATE = 144, 148, 160
+_AT_OUT_OF_ORDER = 224
 _LEAST_BYTES = 168  # up to and with the delivery rate: Linux 4.9
 _MOST_BYTES = 512
 
@@ -59,6 +60,14 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         return parse(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MOST_BYTES))
     except OSError:
         return None
+
+
+def out_of_order(sock: socket.socket) -> int:
+    """How many packets have come so far before one that was sent earlier; 0 if the kernel does not tell (Linux 5.4)."""
+    if sys.platform != "linux":
+        return 0
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT_OUT_OF_ORDER + _COUNT.size)
+    return int(_COUNT.unpack_from(raw, _AT_OUT_OF_ORDER)[0]) if len(raw) == _AT_OUT_OF_ORDER + _COUNT.size else 0
 
 
 def parse(raw: bytes) -> TcpInfo | None:
