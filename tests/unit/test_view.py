@@ -76,6 +76,20 @@ def test_one_step_that_took_long_is_not_believed_before_the_network_is_seen_to_b
     assert extra_of(view, DIRECT) == pytest.approx(0.002)
 
 
+def test_what_a_way_takes_on_another_network_is_learned_within_a_few_steps_of_trust() -> None:
+    thin = replace(HERE, beta=HERE.beta * 5)
+    view = after_steps(begun(), DIRECT, 30, extra=0.002)
+    view = after_steps(view, DIRECT, HELD_BACK + 6, extra=0.3, truth=thin)
+    assert extra_of(view, DIRECT) == pytest.approx(0.3, rel=0.2)
+
+
+def test_on_the_same_network_one_exchange_that_hangs_moves_it_by_no_more_than_a_tenth_of_what_it_took() -> None:
+    view = after_steps(begun(), DIRECT, 30, extra=0.002)
+    view = after_steps(after_steps(view, DIRECT, 1, extra=0.5), DIRECT, HELD_BACK, extra=0.002)
+    usual = PRICES.seconds(way_of(DIRECT), DIRECT.ratio, HERE) + 0.002
+    assert 0.002 < extra_of(view, DIRECT) < 0.002 + 0.11 * usual
+
+
 def test_a_network_that_has_become_too_fast_to_see_is_told_by_the_time_that_is_saved() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.002)
     view = after_steps(view, DIRECT, 40, extra=0.002, truth=replace(HERE, beta=HERE.beta / 10), told=False)

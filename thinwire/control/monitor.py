@@ -8,9 +8,9 @@ Noise has a side. Nothing makes a round trip shorter than it is, and everything 
 run) makes it longer: so alpha is taken from the least of the last few. When the network itself becomes slower, that
 least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten. A rate
 errs both ways (senders that serve several at once, packets in bunches), so beta is a median over the last few steps;
-two in a row that are long, alike, and far from those before are a change, and the ones before are forgotten. A stretch
-that is over in a moment is likely to be from one sender that was serving all its peers: it says how fast the network is
-at least, and nothing beyond.
+two in a row that are long or steady, alike, and far from those before are a change, and the ones before are forgotten.
+A stretch that is over in a moment is likely to be from one sender that was serving all its peers: it says how fast the
+network is at least, and nothing beyond.
 
 Only numbers come in here, and whatever they are, none goes out that cannot be.
 """
@@ -86,6 +86,7 @@ class _Sample(NamedTuple):
     weight: float = 1.0
     nbytes: int = 0
     brief: bool = False
+    steady: bool = False  # made of several that were alike
 
 
 @dataclass
@@ -155,18 +156,39 @@ class Monitor:
         self._probe_bytes += max(0, reading.probe_bytes)
         self._note_round_trips(reading, now)
         self._note_rate(reading.stretches, now)
-        for watch, estimate in zip(self._watches, (self.alpha(), self.beta()), strict=True):
-            if estimate.value is not None and estimate.age == 0:  # something new went into it
-                change = watch.look(_Sample(self._step, now, estimate.value))
+        for watch, value, is_new in (
+            (self._watches[0], self.alpha_now(), any(trips[-1].step == self._step for trips in self._known_trips())),
+            (self._watches[1], self.beta_now(), self.beta_is_new),
+        ):
+            if value is not None and is_new:
+                change = watch.look(_Sample(self._step, now, value))
                 self.changes.extend([change] if change else [])
 
+    def alpha_now(self) -> float | None:
+        """The latency as one number: of the median peer. None if nothing is known."""
+        own_time = WIRE_BYTES * (self.beta_now() or 0.0)
+        found = [_latency(trips, own_time) for trips in self._known_trips()]
+        return statistics.median(found) if found else None
+
+    def beta_now(self) -> float | None:
+        """Seconds per byte."""
+        if not self._rates:
+            return None
+        return 1 / weighted_quantile([(sample.value, sample.weight) for sample in self._rates], 0.5)
+
+    @property
+    def beta_is_new(self) -> bool:
+        """Whether the last step has told anything about it."""
+        return bool(self._rates) and self._rates[-1].step == self._step
+
+    # --- and how far to trust it
+
     def alpha(self) -> Estimate:
-        """The latency as one number: of the median peer."""
         pairs = list(self.pairs().values())
         if not pairs:
             return Estimate()
         return Estimate(
-            statistics.median(pair.value for pair in pairs if pair.value is not None),
+            self.alpha_now(),
             statistics.median(pair.confidence for pair in pairs),
             sum(pair.samples for pair in pairs),
             min(pair.age for pair in pairs),
@@ -174,15 +196,18 @@ class Monitor:
 
     def pairs(self) -> dict[int, Estimate]:
         """The latency to each peer of which anything is known; -1 stands for some peer."""
-        own_time = WIRE_BYTES * (self.beta().value or 0.0)
-        return {peer: self._latency(samples, own_time) for peer, samples in sorted(self._trips.items()) if samples}
+        own_time = WIRE_BYTES * (self.beta_now() or 0.0)
+        return {
+            peer: Estimate(_latency(trips, own_time), *self._trust(trips, _least(trips), TRIPS_KEPT))
+            for peer, trips in sorted(self._trips.items())
+            if trips
+        }
 
     def beta(self) -> Estimate:
-        """Seconds per byte."""
-        if not self._rates:
-            return Estimate()
-        rate = weighted_quantile([(sample.value, sample.weight) for sample in self._rates], 0.5)
-        return Estimate(1 / rate, *self._trust(self._rates, rate, STEPS_KEPT))
+        value = self.beta_now()
+        return Estimate() if value is None else Estimate(value, *self._trust(self._rates, 1 / value, STEPS_KEPT))
+
+    # --- what to ask
 
     def probes_due(self) -> list[int]:
         """The peers to probe now: in turn, as many as what was sent pays for, and at least one a second."""
@@ -202,7 +227,7 @@ class Monitor:
     # --- round trips
 
     def _note_round_trips(self, reading: Reading, now: float) -> None:
-        clear, delayed = self._least(reading.round_trips), self._least(reading.delayed)
+        clear, delayed = self._least_of_each(reading.round_trips), self._least_of_each(reading.delayed)
         self._look_for_a_rise(clear, delayed, now)
         for peer, seconds in delayed.items():
             self._delayed.setdefault(peer, deque(maxlen=TRIPS_KEPT)).append(_Sample(self._step, now, seconds, 0.25))
@@ -215,7 +240,7 @@ class Monitor:
             samples.append(_Sample(self._step, now, seconds))
             self._forget_before_a_rise(samples)
 
-    def _least(self, trips: Iterable[tuple[int, float]]) -> dict[int, float]:
+    def _least_of_each(self, trips: Iterable[tuple[int, float]]) -> dict[int, float]:
         """The least of each peer's; the others had to wait for something."""
         least: dict[int, float] = {}
         for peer, seconds in trips:
@@ -231,7 +256,7 @@ class Monitor:
         Or if for long there was no other: where payload is always on its way, its queues are part of the latency.
         """
         known = self._trips.setdefault(peer, deque(maxlen=TRIPS_KEPT))
-        if not known or seconds < min(s.value for s in known) or now - known[-1].time > LONG_AGO_SECONDS:
+        if not known or seconds < _least(known) or now - known[-1].time > LONG_AGO_SECONDS:
             known.append(_Sample(self._step, now, seconds, 0.25))
 
     def _look_for_a_rise(self, clear: dict[int, float], delayed: dict[int, float], now: float) -> None:
@@ -252,7 +277,7 @@ class Monitor:
 
     def _relative(self, least: dict[int, float]) -> float:
         """To the least that is known of each peer, at the peer where that is least; infinity if nothing is known."""
-        known = {peer: min(s.value for s in self._trips[peer]) for peer in least if self._trips.get(peer)}
+        known = {peer: _least(self._trips[peer]) for peer in least if self._trips.get(peer)}
         return min((least[peer] / value for peer, value in known.items()), default=math.inf)
 
     def _forget_all_before(self, step: int) -> None:
@@ -274,14 +299,12 @@ class Monitor:
     def _forget_before_a_rise(self, samples: deque[_Sample]) -> None:
         """The same for one peer, which may have become farther away than the others."""
         recent = list(samples)[-IN_A_ROW_FOR_SURE:]
-        least = min(sample.value for sample in samples)
-        if min(sample.value for sample in recent) > least * (1 + NOTICEABLE):
+        if _least(recent) > _least(samples) * (1 + NOTICEABLE):
             samples.clear()
             samples.extend(recent)
 
-    def _latency(self, samples: deque[_Sample], own_time: float) -> Estimate:
-        half = min(sample.value for sample in samples) / 2
-        return Estimate(max(half - own_time, half / 2), *self._trust(samples, 2 * half, TRIPS_KEPT))
+    def _known_trips(self) -> list[deque[_Sample]]:
+        return [trips for trips in self._trips.values() if trips]
 
     # --- rates
 
@@ -292,13 +315,15 @@ class Monitor:
         self.rejected += len(seen) - len(believed)
         if not believed:
             return
+        rates = [nbytes / seconds for nbytes, seconds in believed]
         sample = _Sample(
             self._step,
             now,
-            weighted_quantile([(nbytes / seconds, nbytes) for nbytes, seconds in believed], 0.6),
+            weighted_quantile([(rate, nbytes) for rate, (nbytes, _) in zip(rates, believed, strict=True)], 0.6),
             weight=min(1.0, sum(seconds for _, seconds in believed) / LONG_STRETCH),
             nbytes=sum(nbytes for nbytes, _ in believed),
             brief=max(seconds for _, seconds in believed) < BRIEF_STRETCH,
+            steady=len(rates) > 1 and max(rates) <= ALIKE * min(rates),
         )
         if self._is_a_share(sample):
             return
@@ -312,14 +337,14 @@ class Monitor:
         is_known = any(not each.brief and sample.time - each.time < LONG_AGO_SECONDS for each in self._rates)
         if not sample.brief or not is_known:
             return False
-        known = 1 / (self.beta().value or math.inf)
+        known = 1 / (self.beta_now() or math.inf)
         return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known
 
     def _forget_before_a_jump(self) -> None:
         """Do not wait for the median to follow where the last two steps leave no doubt, or the last three little.
 
-        A few packets do: to them, a busy machine that lets nobody run for a while looks like a slow network. But
-        several times in a row, nothing looks far faster than it is.
+        A few packets do, unless they tell the same again and again: to them, a busy machine that lets nobody run for a
+        while looks like a slow network. But several times in a row, nothing looks far faster than it is.
         """
         for number in (2, IN_A_ROW):
             before, recent = list(self._rates)[:-number], list(self._rates)[-number:]
@@ -327,7 +352,8 @@ class Monitor:
                 return
             usual = weighted_quantile([(sample.value, sample.weight) for sample in before], 0.5)
             low, high = min(sample.value for sample in recent), max(sample.value for sample in recent)
-            is_sure = high <= low * ALIKE and all(s.weight >= 0.5 and s.nbytes >= MANY_BYTES for s in recent)
+            is_much = all(s.weight >= 0.5 and s.nbytes >= MANY_BYTES for s in recent)
+            is_sure = high <= low * ALIKE and (is_much or all(s.steady for s in recent))
             rose, fell = low > usual * FAR, high * FAR < usual
             if (rose or fell) and is_sure if number == 2 else rose:
                 self._rates = deque(recent, maxlen=STEPS_KEPT)
@@ -340,6 +366,15 @@ class Monitor:
         spread = statistics.median(abs(sample.value / value - 1) for sample in kept)
         enough = sum(sample.weight for sample in kept) / wanted
         return min(1.0, enough) / (1 + spread) * 2 ** (-age / OLD_SECONDS), len(kept), age
+
+
+def _latency(trips: Iterable[_Sample], own_time: float) -> float:
+    half = _least(trips) / 2
+    return max(half - own_time, half / 2)
+
+
+def _least(samples: Iterable[_Sample]) -> float:
+    return min([sample.value for sample in samples])
 
 
 def _can_be_believed(nbytes: int, seconds: float) -> bool:

@@ -84,19 +84,20 @@ class Running:
     value: float
     samples: int = 1
 
-    def after(self, sample: float) -> Running:
+    def after(self, sample: float, scale: float = 0.0) -> Running:
+        """One sample later. What counts as far off is so by the value, or by a larger scale that it is part of."""
         weight = max(NEWEST, 1 / (self.samples + 1))
         change = sample - self.value
         if self.samples >= 3:
-            room = JUMP * abs(self.value) + 1e-4
+            room = JUMP * max(abs(self.value), scale) + 1e-4
             change = min(room, max(-room, change))
         return Running(rounded(self.value + weight * change), self.samples + 1)
 
 
-def _after(running: Running | None, sample: float) -> Running | None:
+def _after(running: Running | None, sample: float, scale: float = 0.0) -> Running | None:
     if not math.isfinite(sample):
         return running
-    return Running(rounded(sample)) if running is None else running.after(sample)
+    return Running(rounded(sample)) if running is None else running.after(sample, scale)
 
 
 def _has_moved(before: float | None, after: float | None) -> bool:
@@ -198,6 +199,8 @@ class View:
             learned_on = network
             kept = {str(way): extras.get(str(way)), "": self._least_extra(prices)}
             extras = {name: running for name, running in kept.items() if running is not None}
+            if rate_is_new:  # and not guessed from what is to be learned anew
+                extras = {name: Running(running.value) for name, running in extras.items()}
         modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
         if modelled > 0 and compress > 0:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
@@ -216,7 +219,8 @@ class View:
                 oldest, *others = held_back
                 held_back = tuple(others)
                 if oldest.is_of(network):
-                    extras[oldest.way] = _after(extras.get(oldest.way), oldest.seconds)  # type: ignore[assignment]
+                    known = extras.get(oldest.way)
+                    extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
         rest = _after(self.rest, step - exchange)
         return replace(
             self, rest=rest, beta=beta, compress=factors, extra=extras, learned_on=learned_on, held_back=held_back

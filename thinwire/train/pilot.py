@@ -150,11 +150,10 @@ class Pilot:
         self._turn += 1
         self._digest_histogram()
         kept = self._kept[self._turn % len(CANDIDATES)] if self._kept else 0.0
-        alpha, beta = self.monitor.alpha(), self.monitor.beta()
-        alpha_off, alpha_known = off(alpha.value, self.view.alpha, START.alpha, ALPHAS)
+        alpha_off, alpha_known = off(self.monitor.alpha_now(), self.view.alpha, START.alpha, ALPHAS)
         # An old rate is no rate: with little to send it may be long since anything was learned about it.
-        rate_is_new = beta.age == 0 or self.view.beta is None
-        beta_off, beta_known = off(beta.value if rate_is_new else None, self.view.beta, START.beta, BETAS)
+        beta = self.monitor.beta_now() if self.monitor.beta_is_new or self.view.beta is None else None
+        beta_off, beta_known = off(beta, self.view.beta, START.beta, BETAS)
         self._asked = Seen(step, self._turn, self.plan, self._before, told)
         return told._replace(
             alpha_off=alpha_off,
