@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.lab.leftovers import left_behind
+from tests.process.runs import command, done, is_training, last_json, lines_of, thinwire, until, workers_of
 from tests.process.terminals import Terminal
-from tests.process.test_train_cli import command, done, is_training, last_json, lines_of, thinwire, until, workers_of
 from tests.timing import timing
 from thinwire.lab import registry
 

@@ -16,8 +16,10 @@ import pytest
 from rich.console import Console
 
 from tests.process.terminals import COLOUR, Terminal, Tmux
+from thinwire.jobs import outcome
 from thinwire.jobs.job import Job
-from thinwire.jobs.live import Progress, Tail, picture, progress_of, view_of
+from thinwire.jobs.live import picture, view_of
+from thinwire.jobs.progress import MANY, RECENT, Progress, Tail, line_of, progress_of
 
 pytestmark = pytest.mark.process
 
@@ -90,7 +92,7 @@ def test_a_terminal_shows_everything_that_a_person_asks(tmp_path: Path) -> None:
     with Terminal(player(tmp_path), 100, 30, {"NO_COLOR": ""}) as terminal:
         terminal.expect("step 141 of 200")
         for words in (
-            "accuracy 91.2%, 90% reached after 6.5 s",
+            "accuracy 91.2% at step 140, 90% reached after 6.5 s",
             "20.1 ms, 40 Mbit/s measured",
             "20 ms, 40 Mbit/s in truth",
             "topk-allgather over direct at 0.014 (71.4x), since step 0",
@@ -151,6 +153,15 @@ def test_sixty_columns_hold_every_word() -> None:
     assert "…" not in "".join(lines)
 
 
+def test_a_resume_that_came_to_nothing_takes_no_time_back() -> None:
+    progress = Progress(JOB)
+    for record in (BEGAN, *some_steps(0, 20)):
+        progress.take(record)
+    known = progress.seconds
+    progress.take({"kind": "run", "time": 0.0})  # the clock of another start
+    assert progress.seconds == known > 0
+
+
 def test_words_that_look_like_markup_are_shown_as_they_are() -> None:
     progress = Progress(JOB)
     progress.take(a_decision(0, "[red]so it was[/red] [link=x]"))
@@ -174,6 +185,22 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
         lines[3].startswith("step 141 of 200, epoch 12.8, 0:07, about 0:02 left; loss 0.287")
         and "accuracy 91.2%" in lines[3]
     )
+
+
+def test_of_a_run_that_goes_on_only_what_is_new_is_told(tmp_path: Path) -> None:
+    ended = {"kind": "ended", "time": 9.0, "how": "interrupted", "steps": 141}
+    write(tmp_path, [BEGAN, a_decision(0, "the network was measured"), *some_steps(0, 141), EVALUATED, ended])
+    screen = io.StringIO()
+    view = view_of(JOB, tmp_path, Console(file=screen, width=200), "a run", goes_on=True)
+    view.look()
+    assert screen.getvalue() == f"a run: {tmp_path}\n"
+    assert "the workers are starting" in "\n".join(drawn(view.progress, 100, "a run", "here"))
+    run = {"kind": "run", "time": 0.0}
+    write(tmp_path, [run, BEGAN | {"step": 120, "trained_seconds": 6.0}, *some_steps(120, 150, OTHER)])
+    view.close()
+    _, plan, line = screen.getvalue().splitlines()
+    assert plan == "from step 120 on: star-topk over tree at 0.1 (10x)"
+    assert line.startswith("step 150 of 200, epoch 13.6, ") and "accuracy" not in line  # its steps were lost
 
 
 # --- what is read
@@ -211,3 +238,42 @@ def test_plain_ddp_has_neither_network_nor_prediction_and_is_shown(tmp_path: Pat
     progress = progress_of(JOB, tmp_path)
     text = "\n".join(drawn(progress, 80, "ddp", "runs/ddp"))
     assert "ddp, since step 0" in text and "400 ms measured" in text
+
+
+def test_an_accuracy_is_told_with_its_step_unless_it_is_of_the_last(tmp_path: Path) -> None:
+    write(tmp_path, [BEGAN, *some_steps(0, 141), EVALUATED])
+    assert "; accuracy 91.2% at step 140, 90% reached after 6.5 s; " in line_of(progress_of(JOB, tmp_path))
+    write(tmp_path, [EVALUATED | {"step": 141, "accuracy": 0.92}])
+    assert "; accuracy 92.0%, 90% reached" in line_of(progress_of(JOB, tmp_path))
+
+
+def test_what_is_predicted_is_told_when_there_are_steps_to_compare_it_with() -> None:
+    progress = Progress(JOB)
+    for record in (BEGAN, *some_steps(0, RECENT - 1)):
+        progress.take(record)
+    assert "a step 52 ms measured;" in line_of(progress)
+    for record in some_steps(RECENT - 1, RECENT):
+        progress.take(record)
+    assert "a step 52 ms measured, 57.5 ms predicted;" in line_of(progress)
+
+
+def test_the_share_of_control_is_of_all_starts_and_told_of_many_steps_only() -> None:
+    progress = Progress(JOB)
+    first = EVALUATED | {"step": MANY - 1, "trained_seconds": 10.0, "control_seconds": 1.0}
+    for record in (BEGAN, *some_steps(0, MANY - 1), first):
+        progress.take(record)
+    assert progress.control is None and "control" not in line_of(progress)
+    again = [{"kind": "run", "time": 0.0}, BEGAN | {"step": MANY - 1, "trained_seconds": 10.0}]
+    second = EVALUATED | {"step": MANY + 20, "trained_seconds": 20.0, "control_seconds": 3.0}
+    for record in (*again, *some_steps(MANY - 1, MANY + 20), second):
+        progress.take(record)
+    assert progress.control == pytest.approx((1.0 + 3.0) / 20.0) and "; control 20.0%" in line_of(progress)
+
+
+def test_where_the_records_break_off_the_outcome_tells_the_end(tmp_path: Path) -> None:
+    write(tmp_path, [BEGAN, *some_steps(0, 104)])
+    sent = {"sent_bytes": 2_000_000, "dense_bytes": 8_000_000}
+    outcome.note(tmp_path, how="done", steps=200, seconds=12.0, accuracy=0.95, evaluated=200, **sent)
+    line = line_of(progress_of(JOB, tmp_path))
+    assert line.endswith("; sent 2 MB, 25.0% of dense (8 MB)")
+    assert line.startswith("step 200 of 200 (recorded up to step 104), epoch 18.2, 0:12; accuracy 95.0%; ")

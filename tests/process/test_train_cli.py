@@ -1,109 +1,44 @@
-"""thinwire train and compare, as a person uses them: real workers on loopback, real folders, real signals."""
+"""thinwire train, as a person uses it: real workers on loopback, real folders, real signals."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.disks import small_disk
+from tests.process.runs import (
+    PLAIN,
+    ROOT,
+    a_training,
+    command,
+    done,
+    last_json,
+    lines_of,
+    until,
+    workers_of,
+)
 from tests.process.terminals import Terminal
 from tests.timing import timing
 from thinwire.cli import app
-from thinwire.jobs.job import Job, write_job
+from thinwire.jobs import outcome
 from thinwire.lab import namespaces
 
 pytestmark = pytest.mark.process
-
-ROOT = Path(__file__).parents[2]
-PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "thinwire", *words]
-
-
-def thinwire(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(*words), cwd=ROOT, text=True, env={**os.environ, **PLAIN, **(env or {})}, **pipes)
-
-
-def done(*words: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    process = thinwire(*words, env=env)
-    out, err = process.communicate()
-    return process.returncode, out, err
-
-
-def last_json(out: str) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return figures
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "records.jsonl"
-    whole = (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-    )
-    return [json.loads(line) for line in whole]
-
-
-def until(condition: Any, seconds: float = 60.0) -> Any:
-    """What the condition gives, as soon as it is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
-    return found
-
-
-def workers_of(folder: Path) -> list[int]:
-    """The processes that work in this folder."""
-    mark = f"thinwire.jobs.worker\0{folder}\0".encode()
-    found = []
-    for pid in namespaces.all_processes():
-        try:
-            if mark in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-        except OSError:
-            pass  # it has ended
-    return found
-
-
-def is_training(folder: Path, steps: int = 5) -> bool:
-    return any(line["kind"] == "step" and line["step"] >= steps for line in lines_of(folder))
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "runs"
-
-
-@contextmanager
-def a_training(out: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A training without an end that has made some steps, and its folder."""
-    name = f"long-{time.monotonic_ns()}"
-    endless = ["--epochs", "100000", "--checkpoint-every", "20", *words]
-    process = thinwire("train", "digits", "--hosts", "2", "--name", name, "--out", str(out), *endless)
-    try:
-        until(lambda: is_training(out / name) or process.poll() is not None)
-        assert process.poll() is None, process.communicate()
-        yield process, out / name
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # --- train
@@ -121,6 +56,8 @@ def test_a_training_ends_with_its_figures_and_a_report(out: Path) -> None:
     assert "\x1b" not in err and "from step 0 on" in err and "step 30 of 30" in err
     assert sorted(path.name for path in folder.glob("worker-*.log")) == ["worker-0.log", "worker-1.log"]
     assert workers_of(folder) == []
+    known = outcome.read(folder)
+    assert (known["how"], known["message"], known["steps"], known["recorded"]) == ("done", "", 30, None)
 
 
 def test_what_tensorboard_shows_grows_while_a_run_does_and_ends_as_its_records_do(out: Path) -> None:
@@ -174,12 +111,20 @@ def test_torchruns_worker_joins_instead_of_starting_its_own(out: Path) -> None:
     assert steps == list(range(6))
     assert json.loads((out / "joined" / "job.json").read_text())["job"]["hosts"] == 2
     assert f"report: {out / 'joined' / 'report.html'}" in ended.stdout
+    assert outcome.read(out / "joined")["how"] == "done" and outcome.read(out / "joined")["steps"] == 6
 
 
 def test_torchruns_worker_refuses_a_network_that_it_could_not_have(out: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1"}
     result = CliRunner().invoke(app, ["train", "--network", "home", "--out", str(out)], env=env)
     assert result.exit_code == 2 and "on the network that there is" in result.output
+    assert not out.exists()
+
+
+def test_torchruns_worker_refuses_a_module_that_it_cannot_use_before_it_meets_the_others(out: Path) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2"}
+    result = CliRunner().invoke(app, ["train", "absent_module:make", "--out", str(out)], env=env)
+    assert result.exit_code == 2 and "No module named 'absent_module' in " in result.output
     assert not out.exists()
 
 
@@ -199,6 +144,7 @@ def interrupt(process: subprocess.Popen[str], folder: Path, number: signal.Signa
     assert (folder / "report.html").exists()
     assert f"to go on: thinwire train --resume {folder}" in text
     assert list((folder / "checkpoints").glob("step-*/rank-00001.json"))
+    assert outcome.read(folder)["how"] == "interrupted"
 
 
 @timing
@@ -249,6 +195,7 @@ def test_a_worker_that_dies_is_named_and_ends_all(out: Path) -> None:
         assert process.returncode == 1
         assert "thinwire train: worker 1 was ended by SIGKILL" in err
         assert "failed: step" in text and (folder / "report.html").exists()
+        assert outcome.read(folder)["how"] == "failed" and "worker 1 was ended by" in outcome.read(folder)["message"]
         assert workers_of(folder) == []
 
 
@@ -305,6 +252,77 @@ def test_missing_data_is_said_before_anything_starts(out: Path, words: list[str]
     assert not out.exists()
 
 
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+number = 3
+
+def make(loss=nn.functional.cross_entropy):
+    x = torch.randn(64, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    return nn.Linear(4, 2), loss, loader, loader
+
+def fails():
+    raise KeyError("the data")
+
+def fails_on_one():
+    return fails() if torch.distributed.get_rank() == 1 else make()
+
+def bad_loss(answer, y):
+    raise ValueError("what a loss")
+
+def fails_later():
+    return make(bad_loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "task", "says"),
+    [
+        (OWN, "absent_{}:make", "cannot be found: No module named 'absent_{}' in "),
+        (OWN, "mine_{}:mkae", "cannot be found: module 'mine_{}' has no attribute 'mkae'."),
+        (OWN, "mine_{}:number", "must be a function that makes a model and its data, got int."),
+        ("import nowhere", "mine_{}:make", "cannot be imported: ModuleNotFoundError: No module named 'nowhere' ("),
+        ("def make(:", "mine_{}:make", "cannot be imported: SyntaxError: "),
+        ("import sys; sys.exit('usage')", "mine_{}:make", "cannot be imported: SystemExit: usage ("),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_told_before_anything_starts(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, task: str, says: str
+) -> None:
+    number = time.monotonic_ns()  # what was imported once is not looked for again
+    (tmp_path / f"mine_{number}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for word in ("train", "compare"):
+        result = CliRunner().invoke(app, [word, task.format(number), "--out", str(out)])
+        assert result.exit_code == 2
+        assert result.output.startswith(f"thinwire {word}: {task.format(number)} {says.format(number)}")
+        assert result.output.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fails", r"worker \d: mine:fails failed: KeyError: 'the data' \(.*mine.py, line 14\)\."),
+        ("fails_on_one", r"worker 1: mine:fails_on_one failed: KeyError: 'the data' \(.*mine.py, line 14\)\."),
+        ("fails_later", r"worker \d: mine:fails_later: ValueError: what a loss \(.*mine.py, line 20\)\."),
+    ],
+)
+def test_what_fails_in_a_worker_names_the_module_and_stays_with_the_run(
+    out: Path, tmp_path: Path, name: str, says: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    words = ["train", f"mine:{name}", "--hosts", "2", "--method", "ddp", "--name", "run", "--out", str(out)]
+    code, text, err = done(*words, cwd=tmp_path)
+    assert code == 1 and "Traceback" not in err
+    known = outcome.read(out / "run")
+    assert known["how"] == "failed" and re.fullmatch(says, known["message"])
+    assert f"thinwire train: {known['message']}\n" in err and f"report: {out / 'run' / 'report.html'}" in text
+
+
 def test_a_typo_in_a_file_is_told_with_its_line_and_the_nearest_key(out: Path, tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text('# a job\ntask = "digits"\nbacth = 16\n')
@@ -323,13 +341,6 @@ def test_a_port_in_use_is_one_sentence(out: Path) -> None:
     assert list(out.iterdir()) == []
 
 
-def test_only_limits_may_change_when_a_run_goes_on(out: Path) -> None:
-    (out / "one").mkdir(parents=True)
-    write_job(out / "one", Job(hosts=1), [])
-    result = CliRunner().invoke(app, ["train", "--resume", str(out / "one"), "--batch", "8"])
-    assert result.exit_code == 2 and "--batch cannot be given with --resume" in result.output
-
-
 def test_under_torchrun_one_worker_tells_how_it_goes(out: Path) -> None:
     words = ["train", "digits", "--method", "ddp", "--steps", "20", "--name", "joined", "--out", str(out)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire"]
@@ -338,88 +349,6 @@ def test_under_torchrun_one_worker_tells_how_it_goes(out: Path) -> None:
     assert ended.stderr.count(f"digits, ddp, 2 hosts: {out / 'joined'}") == 1
     assert ended.stderr.count("step 20 of 20") == 1
     assert ended.stdout == f"report: {out / 'joined' / 'report.html'}\n"
-
-
-@pytest.fixture
-def trained(out: Path) -> Path:
-    """A run of two workers with checkpoints of steps 10 and 20."""
-    words = ["--hosts", "2", "--method", "ddp", "--steps", "20", "--checkpoint-every", "10", "--name", "run"]
-    code, _, err = done("train", "digits", *words, "--out", str(out))
-    assert code == 0, err
-    assert len(list((out / "run" / "checkpoints").iterdir())) == 2
-    return out / "run"
-
-
-def refused_to_go_on(folder: Path) -> str:
-    """The sentence, once it is sure that nothing has changed."""
-    before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
-    code, _, err = done("train", "--resume", str(folder), "--steps", "30")
-    assert code == 1 and "Traceback" not in err, err
-    assert {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()} == before
-    return err
-
-
-def cut_off(folder: Path, step: int, rank: int) -> None:
-    os.truncate(folder / "checkpoints" / f"step-{step:09d}" / f"rank-{rank:05d}.safetensors", 1000)
-
-
-def test_nobody_goes_back_behind_a_damaged_checkpoint_unasked(trained: Path) -> None:
-    cut_off(trained, 20, rank=1)
-    newest, err = trained / "checkpoints" / "step-000000020", refused_to_go_on(trained)
-    assert f"step 20 in {newest.parent} is damaged. To go on from step 10, remove {newest}." in err
-    shutil.rmtree(newest)
-    code, text, err = done("train", "--resume", str(trained), "--steps", "30", "--json")
-    assert code == 0 and last_json(text)["steps"] == 30, err
-
-
-def test_nobody_begins_anew_where_all_checkpoints_are_damaged(trained: Path) -> None:
-    cut_off(trained, 10, rank=0)
-    cut_off(trained, 20, rank=0)
-    assert "is damaged. There is no older one that all workers have" in refused_to_go_on(trained)
-
-
-def test_a_checkpoint_with_a_flipped_bit_names_the_way_back(trained: Path) -> None:
-    file = trained / "checkpoints" / "step-000000020" / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    err = refused_to_go_on(trained)
-    assert f"{file} is damaged" in err and f"To go on from step 10, remove {file.parent}." in err
-
-
-def test_a_checkpoint_of_another_model_is_told_apart(trained: Path) -> None:
-    facts = json.loads((trained / "job.json").read_text())
-    facts["job"]["model"] = "cnn"
-    (trained / "job.json").write_text(json.dumps(facts))
-    assert "the checkpoint of step 20 is of another model or optimizer: " in refused_to_go_on(trained)
-
-
-def test_a_run_that_is_being_trained_is_not_trained_by_another(out: Path) -> None:
-    with a_training(out) as (_, folder):
-        code, _, err = done("train", "--resume", str(folder), "--steps", "30")
-    assert code == 2
-    assert f"{folder} is being trained by another process: wait for it, or end it." in err
-
-
-@pytest.fixture
-def full_soon(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "2m") as folder:
-        yield folder
-
-
-def test_a_full_disk_is_one_sentence_and_loses_nothing(full_soon: Path) -> None:
-    words = ["--hosts", "2", "--name", "run", "--out", str(full_soon), "--model", "cnn", "--method", "ddp"]
-    code, _, err = done("train", "digits", *words, "--steps", "3")
-    assert code == 0, err
-    folder = full_soon / "run"
-    before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
-    assert before
-    full = full_soon / "other"
-    full.write_bytes(b"x" * (os.statvfs(full_soon).f_bavail * os.statvfs(full_soon).f_frsize))
-    code, text, err = done("train", "--resume", str(folder), "--steps", "30")
-    assert code == 1, err
-    assert "No space left on device" in err and "Traceback" not in err
-    assert {path: path.read_bytes() for path in before} == before
 
 
 # --- where there can be no lab
@@ -437,56 +366,6 @@ def test_without_a_lab_links_are_shaped_and_that_is_said(out: Path) -> None:
     code, _, err = done("train", "digits", *words[:-1], "lab", "--link", "lab", "--out", str(out), env=none)
     assert code == 2 and "/nowhere/tun" in err
     assert not (out / "lab").exists()
-
-
-# --- compare
-
-
-def test_a_comparison_ends_with_a_table_a_file_and_one_report(out: Path) -> None:
-    words = ["--hosts", "2", "--steps", "40", "--target", "0.3", "--evaluate-every", "0.2"]
-    methods = ["--methods", "ddp,adaptive,star-topk@0.01:tree"]
-    code, text, err = done("compare", "digits", *words, *methods, "--out", str(out), "--json")
-    assert code == 0, err
-    folder = out / "compare-1"
-    written = json.loads((folder / "compare.json").read_text())
-    assert written["target"] == 0.3
-    assert [run["folder"] for run in written["runs"]] == ["ddp", "adaptive", "star-topk-0.01-tree"]
-    assert all((folder / run["folder"] / "job.json").exists() for run in written["runs"])
-    figures = last_json(text)
-    assert [row["method"] for row in figures["rows"]] == ["ddp", "adaptive", "star-topk@0.01:tree"]
-    assert figures["rows"][0]["speed_up"] == 1 and figures["rows"][0]["steps"] == 40
-    assert Path(figures["report"]).parent == folder
-    assert "seconds to 30.0% accuracy" in text and "star-topk@0.01:tree" in text
-
-
-def test_a_method_that_fails_is_a_row_and_the_others_go_on(out: Path) -> None:
-    words = ["--hosts", "3", "--steps", "5", "--methods", "dcd@int8:hypercube,ddp", "--out", str(out), "--json"]
-    code, text, err = done("compare", "digits", *words)
-    assert code == 1
-    failed, fine = last_json(text)["rows"]
-    assert "worker" in failed["message"] and fine["message"] == "" and fine["steps"] == 5
-    assert "dcd@int8:hypercube: worker" in err and (out / "compare-1" / "report.html").exists()
-
-
-def test_an_interrupt_ends_a_comparison_and_keeps_what_there_is(out: Path) -> None:
-    folder = out / "compare-1"
-    words = ["--hosts", "2", "--steps", "10", "--methods", "ddp,adaptive", "--out", str(out)]
-    process = thinwire("compare", "digits", *words)
-    until(lambda: is_training(folder / "ddp", 0))
-    process.send_signal(signal.SIGINT)
-    text, err = process.communicate()
-    assert process.returncode == 130, err
-    runs = json.loads((folder / "compare.json").read_text())["runs"]
-    assert [run["method"] for run in runs] == ["ddp"]
-    assert not (folder / "adaptive").exists() and workers_of(folder / "ddp") == []
-
-
-def test_a_wrong_method_is_refused_before_the_first_runs(out: Path) -> None:
-    result = CliRunner().invoke(app, ["compare", "digits", "--methods", "ddp,adaptve", "--out", str(out)])
-    assert result.exit_code == 2 and "Did you mean 'adaptive'?" in result.output
-    twice = CliRunner().invoke(app, ["compare", "digits", "--methods", "ddp,ddp", "--out", str(out)])
-    assert twice.exit_code == 2 and "ddp is among the methods twice." in twice.output
-    assert not out.exists()
 
 
 # --- help

@@ -22,6 +22,7 @@ from tests.process.launch import _context, run_ranks
 from tests.timing import timing
 from tests.unit.test_data import write_fashion
 from thinwire import records
+from thinwire.jobs import outcome
 from thinwire.jobs.job import Job, read_job, write_job
 from thinwire.jobs.leaving import INTERRUPTED, Leaving
 from thinwire.jobs.worker import Worker, join, main
@@ -218,6 +219,22 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path:
     assert [Checkpoint(tmp_path / "checkpoints", rank, 2).steps() for rank in (0, 1)] == [[5], [5]]
 
 
+def _work_with_little_room(folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    _work(folder)
+
+
+def test_the_first_checkpoint_that_cannot_be_written_is_told_at_once_and_the_last_at_the_end(tmp_path: Path) -> None:
+    workers = Workers(tmp_path / "run", method="ddp", steps=30, checkpoint_every=10).start(_work_with_little_room)
+    assert workers.codes() == [0, 0]
+    words = "the checkpoint of step {} could not be saved (File too large); there is none yet."
+    for rank in range(2):
+        told = [line for line in workers.said(rank).splitlines() if "could not be saved" in line]
+        assert told == [f"thinwire: note: {words.format(10)}", f"thinwire: worker {rank}: {words.format(30)}"]
+    known = outcome.read(workers.folder)
+    assert (known["how"], known["message"], known["saved"]) == ("done", words.format(30), None)
+
+
 def test_time_ends_a_training_on_all_workers_at_once(tmp_path: Path) -> None:
     run_ranks(_train, 2, folder=str(tmp_path), seconds=1.0, method="ddp", evaluate_every=0.3)
     written = _written(tmp_path)
@@ -365,6 +382,10 @@ def test_asked_to_end_all_save_the_same_step(method: str, asked: list[int], tmp_
     _end_within(2.0, workers, signal.SIGTERM if method == "ddp" else signal.SIGINT, asked)
     ended = _written(workers.folder)[-1]
     assert ended["how"] == "interrupted" and ended["steps"] == ended["saved"] > 0
+    known = outcome.read(workers.folder)
+    assert {key: known[key] for key in ("how", "message", "steps", "saved", "accuracy", "evaluated")} == {
+        key: ended[key] for key in ("how", "message", "steps", "saved", "accuracy", "evaluated")
+    }
     assert workers.steps_saved() == [[ended["saved"]], [ended["saved"]]]
 
 

@@ -9,15 +9,22 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import ThinwireError
-from thinwire.jobs.job import RECORDS, Job
-from thinwire.jobs.live import Tail, in_bytes, title_of
-from thinwire.jobs.start import Interrupts, Outcome, conduct, invite, why_no_lab
+from thinwire.jobs.ground import why_no_lab
+from thinwire.jobs.job import RECORDS, Job, read_job
+from thinwire.jobs.outcome import Outcome
+from thinwire.jobs.outcome import read as read_outcome
+from thinwire.jobs.progress import Tail
+from thinwire.jobs.resuming import newest_step
+from thinwire.jobs.start import conduct, invite
+from thinwire.jobs.team import Interrupts
+from thinwire.jobs.words import in_bytes, title_of
 
 FORMAT = 1
 FILE = "compare.json"
@@ -186,7 +193,7 @@ def demo(**settings: Any) -> tuple[Job, list[str], str]:
 
 
 def read_run(folder: Path, job: Job, message: str = "") -> Run:
-    """What a run's records say, however it ended."""
+    """What a run's records say, however it ended. Where they break off, its outcome knows of more steps."""
     steps, seconds, sent, curve = 0, 0.0, None, []
     for record in Tail(folder / str(job.name) / RECORDS).new():
         match record["kind"]:
@@ -204,7 +211,7 @@ def read_run(folder: Path, job: Job, message: str = "") -> Run:
         method=job.method,
         seed=job.seed,
         folder=str(job.name),
-        steps=steps,
+        steps=max(steps, read_outcome(folder / str(job.name))["steps"] or 0),
         seconds=seconds,
         curve=tuple(curve),
         sent_bytes=sent,
@@ -290,10 +297,21 @@ def _quality(score: float) -> str:
 
 
 def speed_up_in_words(comparison: Comparison) -> str:
-    """The sentence under the table: how much faster the last method was than the first."""
+    """The sentence under the table: how much faster the last method was than the first, or what is left to do."""
+    if comparison.outcome.how == "interrupted":
+        return how_to_go_on(comparison)
     first, last = comparison.rows[0], comparison.rows[-1]
     if comparison.target is None or last.speed_up is None or last.message or first.message:
         return f"{last.method} has no speed-up to tell of: the accuracy was not reached."
     more = "more than " if last.at_least else ""
     came = f"{last.method} came to {_quality(comparison.target)} in {last.seconds:.1f} s"
     return f"{came}, {more}{last.speed_up:.1f} times as fast as {first.method}."
+
+
+def how_to_go_on(comparison: Comparison) -> str:
+    """Of a comparison that was interrupted: its last run can go on by itself, if it has saved something."""
+    anew = "It was interrupted, and a comparison does not go on: the same command begins anew, in a new folder."
+    folder = comparison.folder / comparison.runs[-1].folder
+    if not newest_step(folder, read_job(folder).hosts):
+        return anew
+    return f"{anew}\nIts last run can be brought to its end alone: thinwire train --resume {quote(str(folder))}"

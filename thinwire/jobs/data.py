@@ -7,12 +7,9 @@ batches are all that is needed to go on.
 from __future__ import annotations
 
 import gzip
-import importlib
 import importlib.util
 import random
-import sys
 import sysconfig
-import traceback
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+
+from thinwire.jobs.own import in_words, maker_of
 
 PLACES = (
     "/usr/share/datasets/fashion-mnist",
@@ -369,26 +368,17 @@ def own(task: str) -> Own:
     `make`), all workers learn the same. A run that goes on skips the batches that it has had; random numbers are seeded
     before each epoch, so that a loader that shuffles gives them in the same order.
     """
-    module_name, _, name = task.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    make = maker_of(task)
     try:
-        made = getattr(importlib.import_module(module_name), name)()
+        made = make()
     except Exception as error:
-        raise ValueError(f"{task} failed: {type(error).__name__}: {error}{_place_of(error)}") from error
+        raise ValueError(f"{task} failed: {in_words(error)}") from error
     if not isinstance(made, (tuple, list)):
         missing = [field for field in Own._fields if not hasattr(made, field)]
         made = () if missing else [getattr(made, field) for field in Own._fields]
     if len(made) != len(Own._fields):
         raise ValueError(f"{task} must return {', '.join(Own._fields)}, or an object with these.")
     return _checked(task, Own(*made))
-
-
-def _place_of(error: Exception) -> str:
-    """Where in the user's files it was raised."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in (__file__, importlib.__file__)]
-    ours = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    return f" ({ours[-1].filename}, line {ours[-1].lineno})." if ours else "."
 
 
 def _checked(task: str, made: Own) -> Own:

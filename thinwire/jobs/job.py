@@ -255,14 +255,10 @@ class Job:
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}:{_line_in(error, text)}: {error}.{_hint(error)}") from error
         for key, value in data.items():
-            if key not in KEYS:
-                raise ValueError(f"{path}:{_line_of(key, text)}: {key!r} is no setting of a job.{nearest(key, KEYS)}")
-            if isinstance(value, dict):
-                raise ValueError(
-                    f"{path}:{_line_of(key, text)}: {key} must be no table: all keys are at the top level."
-                )
+            if wrong := _wrong_with(key, value):
+                raise ValueError(f"{path}:{_line_of(key, text)}: {wrong}")
         try:
             return Job(**(data | overrides))
         except ValueError as error:
@@ -307,6 +303,27 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8.") from error
+
+
+def _wrong_with(key: str, value: Any) -> str:
+    """What is wrong with a key of a file, whatever its value; nothing if nothing is."""
+    is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, dict) for part in value))
+    if key in KEYS:
+        return f"{key} must be no table: all keys are at the top level." if is_table else ""
+    if is_table:
+        return f"{key!r} is no setting of a job, which has no tables: leave [{key}] out, all keys are at the top level."
+    return f"{key!r} is no setting of a job.{nearest(key, KEYS)}"
+
+
+def _line_in(error: tomllib.TOMLDecodeError, text: str) -> int:
+    """tomllib says it in words, or that it is at the end."""
+    found = re.search(r"\(at line (\d+),", str(error))
+    return int(found[1]) if found else max(1, len(text.splitlines()))
+
+
+def _hint(error: tomllib.TOMLDecodeError) -> str:
+    hints = {"Invalid value": ' Text is in "quotes".', "Cannot overwrite": " It was set above already."}
+    return next((hint for start, hint in hints.items() if str(error).startswith(start)), "")
 
 
 def _line_of(key: str, text: str) -> int:

@@ -1,8 +1,7 @@
 """What every worker runs: `python -m thinwire.jobs.worker RUN`, with torchrun's environment.
 
 A worker goes on from the newest checkpoint that all workers have, if there is one. Workers must do the same things at
-the same steps. What depends on a clock or on a signal is therefore agreed upon: each says what it wants after some
-step, and some steps later, when everybody's words have arrived, all hear the same.
+the same steps, so what depends on a clock or on a signal is agreed upon (thinwire.jobs.agreeing).
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -22,22 +20,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 from thinwire.errors import CheckpointError, ThinwireError
-from thinwire.jobs import data, exchanging, models
-from thinwire.jobs.job import CHECKPOINTS, RECORDS, Job, read_job, write_job
+from thinwire.jobs import data, exchanging, outcome, own, telling, torchrun
+from thinwire.jobs.agreeing import Agreement, Clock, Words
+from thinwire.jobs.job import CHECKPOINTS, RECORDS, Job, read_job
 from thinwire.jobs.leaving import INTERRUPTED, Leaving
+from thinwire.jobs.task import evaluate, optimizer_of, task_of
 from thinwire.train.checkpoint import Checkpoint
 
-AGREE_SECONDS = 0.2  # between two agreements, at least
-NOTICEABLE_SECONDS = 0.005
 MOST_STEPS_TO_AGREE = 100
 LOSS_SECONDS = 0.2  # between two records of the loss, at least
-LOOK_SECONDS = 0.2  # between two looks at what there is to tell
 EVALUATING_SHARE = 0.2  # of the time, at most
-TEST_BATCH = 250
 STEPS_COMPARED = 16
 
 
@@ -73,39 +67,43 @@ def work(folder: Path | None, job: Job | None = None, with_report: bool = False)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with Leaving() as leaving:
         try:
+            job = read_job(folder) if job is None and folder is not None else job
+            assert job is not None, "whoever gives no folder gives a job"
             return _work(folder, job, leaving, with_report)
         except BaseException as error:
             if leaving.asked:
                 leaving.last_words()
                 return INTERRUPTED
-            message = _in_words(error)
-            print(f"thinwire: worker {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+            telling.say(_in_words(error, job))
             return 1
 
 
-def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: bool) -> int:
-    job = read_job(folder) if job is None and folder is not None else job
-    assert job is not None, "whoever gives no folder gives a job"
+def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) -> int:
     _meet(job)
     if folder is None:
         job = replace(job, hosts=dist.get_world_size())
-        folder = _shared_folder(job)
+        folder = torchrun.shared_folder(job)
     elif job.hosts != dist.get_world_size():
         raise ValueError(f"{folder} is a run of {job.hosts} workers, and here are {dist.get_world_size()}.")
-    worker = Worker(job, folder, leaving)
+    is_host = with_report and dist.get_rank() == 0
+    if is_host:
+        torchrun.begin(job, folder)
+    worker = _worker(job, folder, leaving)
     leaving.last_words = worker.say_interrupted
     try:
-        with _told(job, folder) if with_report and dist.get_rank() == 0 else nullcontext():
+        with torchrun.told(job, folder, worker.goes_on) if is_host else nullcontext():
             ending = worker.train()
     except BaseException as error:
         if not leaving.asked:
-            worker.end(Ending("failed", _in_words(error, quiet=True)))
+            worker.end(Ending("failed", _in_words(error, job, quiet=True)))
         raise
     worker.close()
     if ending.how == "failed" and dist.get_rank() == 0:
         print(f"thinwire: {ending.message}", file=sys.stderr, flush=True)
-    if with_report and dist.get_rank() == 0:
-        _report(folder, job.tensorboard)
+    elif worker.trouble:
+        telling.say(worker.trouble)
+    if is_host:
+        torchrun.report(folder, job.tensorboard)
     if ending.how == "done":
         leaving.last_words = lambda: None
         del worker  # the model has to go before the process group: see examples/ddp.py
@@ -113,51 +111,25 @@ def _work(folder: Path | None, job: Job | None, leaving: Leaving, with_report: b
     return {"done": 0, "interrupted": INTERRUPTED}.get(ending.how, 1)
 
 
-@contextmanager
-def _told(job: Job, folder: Path) -> Iterator[None]:
-    """Where no launcher of ours watches: a line on stderr every few seconds, and one for every change of plan."""
-    from rich.console import Console
-
-    from thinwire.jobs.live import Plain, Progress, title_of
-
-    console, over = Console(stderr=True), threading.Event()
-    view = Plain(Progress(replace(job, tensorboard=False)), folder, console, title_of(job))
-
-    def watch() -> None:
-        while not over.wait(LOOK_SECONDS):
-            view.look()
-
-    watcher = threading.Thread(target=watch, name="thinwire-told", daemon=True)
-    watcher.start()
+def _worker(job: Job, folder: Path, leaving: Leaving) -> Worker:
     try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-        view.close()
+        return Worker(job, folder, leaving)
+    except BaseException as error:
+        if dist.get_rank() == 0 and not leaving.asked:
+            outcome.note(folder, how="failed", message=_in_words(error, job, quiet=True))
+        raise
 
 
-def _report(folder: Path, with_scalars: bool) -> None:
-    """That it cannot be made makes no training a failure."""
-    from thinwire.report import page, tensorboard
-
-    try:
-        print(f"report: {page.write(folder)}", flush=True)
-        if with_scalars:
-            print(f"to see it: tensorboard --logdir {tensorboard.write(folder)[0]}", flush=True)
-    except Exception as error:
-        print(f"thinwire: the report could not be made: {error}", file=sys.stderr, flush=True)
-
-
-def _in_words(error: BaseException, quiet: bool = False) -> str:
+def _in_words(error: BaseException, job: Job | None, quiet: bool = False) -> str:
     """An error that was foreseen is its own sentence; any other is shown whole, unless it will be later."""
-    if isinstance(error, (ThinwireError, ValueError, OSError)):
+    is_users = job is not None and job.own and own.place_of(error) != ""
+    if isinstance(error, ThinwireError) or (isinstance(error, (ValueError, OSError)) and not is_users):
         return str(error)
     if isinstance(error, RuntimeError) and "gloo" in str(error):
-        return f"the connection to another worker is lost: {str(error).splitlines()[0]}"
+        return f"{telling.LOST}: {str(error).splitlines()[0]}"
     if not quiet:
         traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}"
+    return f"{job.task}: {own.in_words(error)}" if job is not None and is_users else f"{type(error).__name__}: {error}"
 
 
 def _meet(job: Job) -> None:
@@ -170,156 +142,11 @@ def _meet(job: Job) -> None:
         raise ValueError(f"no worker is to be met at port {port}: {str(error).splitlines()[0]}") from error
 
 
-def _shared_folder(job: Job) -> Path:
-    """Rank 0's new folder. Where workers have disks of their own, it is a folder of the same name on each."""
-    from thinwire.jobs.start import new_folder
-
-    name = torch.zeros(4096, dtype=torch.uint8)
-    if dist.get_rank() == 0:
-        folder = new_folder(job)
-        write_job(folder, job, sys.argv)
-        words = str(folder).encode()
-        name[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    dist.broadcast(name, 0)
-    folder = Path(bytes(name.tolist()).rstrip(b"\0").decode())
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 class Ending(NamedTuple):
     """How a training came to its end: done, interrupted or failed, and what there is to say."""
 
     how: str
     message: str = ""
-
-
-class Task(NamedTuple):
-    """What to train, and with what."""
-
-    module: nn.Module
-    loss: Callable[[Any, Any], torch.Tensor]
-    batches: data.Batches
-    tested: Callable[[], Iterator[data.Batch]]
-    is_text: bool = False
-
-
-def task_of(job: Job, group: dist.ProcessGroup | None = None) -> Task:
-    """The model and this worker's data. Call on all workers."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    data.seed_all([job.seed])  # the same model on all
-    if job.own:
-        made = data.own(job.task)
-        least = torch.tensor(len(made.train_loader))
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        batches = data.Loader(made.train_loader, int(least), rank, job.seed)
-        return Task(made.model, made.loss, batches, lambda: data.tested(made.test_loader))
-    loaded = data.load(job.task, folder=job.folder_of_data, text=job.text)
-    parts = data.partition(loaded.train.labels, world_size, job.concentration, job.seed)
-    assert job.chosen_model is not None, "it is not the user's"
-    module = models.build(job.chosen_model, loaded)
-    share = data.Share(loaded.train, parts, rank, job.batch, job.seed)
-    return Task(module, cross_entropy, share, lambda: loaded.test.batches(TEST_BATCH), job.task == "chars")
-
-
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Over classes of images, or over characters at every place of a text."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-def optimizer_of(job: Job, module: nn.Module) -> torch.optim.Optimizer:
-    if job.chosen_optimizer == "adam":
-        return torch.optim.Adam(module.parameters(), lr=job.chosen_lr)
-    return torch.optim.SGD(module.parameters(), lr=job.chosen_lr, momentum=job.momentum)
-
-
-class Tested(NamedTuple):
-    """How well a model does: the mean loss, and the share of right answers where there is a right answer to give."""
-
-    loss: float
-    accuracy: float | None
-
-
-@torch.no_grad()
-def evaluate(task: Task) -> Tested:
-    """On a part of the test set that is always the same. Training goes on as if it had not been."""
-    random = data.random_state()  # a loader may draw from it
-    task.module.eval()
-    total, right, number, is_choice = 0.0, 0, 0, not task.is_text
-    for x, y in task.tested():
-        answer = task.module(x)
-        total += float(task.loss(answer, y)) * len(y)
-        number += len(y)
-        is_choice = is_choice and isinstance(answer, torch.Tensor) and answer.dim() == 2 and _are_labels(y)
-        right += int((answer.argmax(1) == y).sum()) if is_choice else 0
-    task.module.train()
-    data.set_random_state(random)
-    return Tested(total / max(number, 1), right / number if is_choice and number else None)
-
-
-def _are_labels(y: object) -> bool:
-    return isinstance(y, torch.Tensor) and y.dim() == 1 and not y.is_floating_point()
-
-
-class Clock:
-    """Seconds of training, without those in which something else was done."""
-
-    def __init__(self) -> None:
-        self._before, self._since = 0.0, time.monotonic()
-
-    def __call__(self) -> float:
-        return self._before + time.monotonic() - self._since
-
-    def set(self, seconds: float) -> None:
-        self._before, self._since = seconds, time.monotonic()
-
-
-class Words(NamedTuple):
-    """What a worker says to all: numbers that are added up. Only rank 0 says how many steps until the next."""
-
-    interrupted: float = 0.0
-    over: float = 0.0
-    evaluate: float = 0.0
-    not_finite: float = 0.0
-    steps: float = 0.0
-
-
-class Agreement:
-    """Says words, and some steps later hears what all said: meanwhile they are on their way, and nobody waits.
-
-    Attributes:
-        seconds: that should lie between saying and hearing: longer than words need on this network.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.seconds = AGREE_SECONDS
-        self._said_at = 0.0
-        self._due = self._steps = 1  # the step of the next words, and how many lie between two, as rank 0 last said
-        self._said: tuple[torch.Tensor, Any] | None = None
-
-    def is_due(self, step: int) -> bool:
-        return step >= self._due
-
-    def say(self, words: Words, step: int) -> None:
-        numbers = torch.tensor(words, dtype=torch.float64)
-        self._said_at = time.monotonic()
-        self._said = numbers, dist.all_reduce(numbers, group=self._group, async_op=True)
-        self._due = step + self._steps
-
-    def hear(self) -> Words:
-        """What all said last; nothing if nobody has."""
-        if self._said is None:
-            return Words()
-        numbers, work = self._said
-        start = time.monotonic()
-        work.wait()
-        now = time.monotonic()
-        had_to_wait = now - start > NOTICEABLE_SECONDS
-        self.seconds = max(AGREE_SECONDS, 1.5 * (now - self._said_at) if had_to_wait else 0.9 * self.seconds)
-        self._said = None
-        heard = Words(*numbers.tolist())
-        self._steps = max(1, int(heard.steps))
-        return heard
 
 
 class Worker:
@@ -342,7 +169,8 @@ class Worker:
         self._loss_recorded = -math.inf
         self._not_finite = False
         self._accuracy: float | None = None
-        self._trouble = ""
+        self._unsaved = ""
+        self._warned = telling.Warned()
         self._ended = False
         fresh = folder / (RECORDS if not (folder / RECORDS).exists() else f"{RECORDS}.new")
         self._exchanging = exchanging.begin(job, self._task.module, self._optimizer, folder, fresh)
@@ -350,6 +178,11 @@ class Worker:
             self._exchanging.records.go_on_in(folder / RECORDS)
         self._random: dict[str, Any] | None = None
         self._go_on()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it was begun before."""
+        return self._step > 0
 
     @property
     def _planned(self) -> float:
@@ -385,7 +218,8 @@ class Worker:
         self._epoch, self._batch = state["position"]
         self._trained = state["trained_seconds"]
         self._next_evaluation = self._trained + self._job.evaluate_every
-        self._accuracy, self._random = state["accuracy"], state["random"]
+        self._accuracy, self._evaluated_at = state["accuracy"], state.get("evaluated", -1)
+        self._random = state["random"]
         self._step = self._saved_at = step
 
     def _common_step(self) -> tuple[int | None, int | None]:
@@ -416,20 +250,32 @@ class Worker:
             "sent_bytes": self._exchanging.sent_bytes,
             "dense_bytes": self._exchanging.dense_bytes,
             "accuracy": self._accuracy,
+            "evaluated": self._evaluated_at,
             "random": data.random_state(),
         }
         with self._paused():
             self._leaving.saving = True
             try:
                 self._checkpoint.save(state, self._step)
-                self._saved_at, self._trouble = self._step, ""
+                self._saved_at, self._unsaved = self._step, ""
             except OSError as error:
-                kept = max(self._checkpoint.steps(), default=None)
-                still = "there is none yet" if kept is None else f"the one of step {kept} is kept"
-                self._trouble = f"the checkpoint of step {self._step} could not be saved ({error.strerror}); {still}."
-                print(f"thinwire: worker {self._rank}: {self._trouble}", file=sys.stderr, flush=True)
+                self._note_unsaved(error)
             self._leaving.saving = False
-            self._record("saved", step=self._step, trouble=self._trouble)
+            self._record("saved", step=self._step, trouble=self._unsaved)
+
+    def _note_unsaved(self, error: OSError) -> None:
+        """Tell of the first that could not be saved; of the last it is told at the end."""
+        kept = max(self._checkpoint.steps(), default=None)
+        still = "there is none yet" if kept is None else f"the one of step {kept} is kept"
+        words = f"the checkpoint of step {self._step} could not be saved ({error.strerror}); {still}."
+        if not self._unsaved:
+            telling.note(words)
+        self._unsaved = words
+
+    @property
+    def trouble(self) -> str:
+        """What is not as it should be, though the training goes on."""
+        return " ".join([*self._warned.words, *([self._unsaved] if self._unsaved else [])])
 
     # --- training
 
@@ -590,17 +436,20 @@ class Worker:
         if self._ended:
             return
         self._ended = True
-        self._record(
-            "ended",
-            how=ending.how,
-            message=" ".join(words for words in (ending.message, self._trouble) if words),
-            steps=self._step,
-            seconds=self._clock(),
-            accuracy=self._accuracy,
-            sent_bytes=self._exchanging.sent_bytes,
-            dense_bytes=self._exchanging.dense_bytes,
-            saved=None if self._saved_at < 0 else self._saved_at,
-        )
+        facts: dict[str, Any] = {
+            "how": ending.how,
+            "message": " ".join(words for words in (ending.message, self.trouble) if words),
+            "steps": self._step,
+            "seconds": self._clock(),
+            "accuracy": self._accuracy,
+            "evaluated": None if self._evaluated_at < 0 else self._evaluated_at,
+            "sent_bytes": self._exchanging.sent_bytes,
+            "dense_bytes": self._exchanging.dense_bytes,
+            "saved": None if self._saved_at < 0 else self._saved_at,
+        }
+        self._record("ended", **facts)
+        if self._rank == 0:
+            outcome.note(self._folder, **facts)
 
     def say_interrupted(self) -> None:
         """Last words of a worker that leaves alone."""
@@ -609,6 +458,7 @@ class Worker:
 
     def close(self) -> None:
         self._exchanging.close()
+        self._warned.close()
 
 
 if __name__ == "__main__":
