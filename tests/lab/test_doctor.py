@@ -21,12 +21,11 @@ DOCTOR = (sys.executable, "-m", "thinwire", "doctor", "--json")
 
 
 class Told(NamedTuple):
-    """What came of it: the exit code, the figures, and all that was printed."""
+    """What came of it: the exit code, the figures, and the words for people."""
 
     code: int
     figures: dict[str, Any]
-    out: str
-    err: str
+    words: str
 
     @property
     def problems(self) -> list[tuple[str, str]]:
@@ -37,17 +36,15 @@ def examined(network: Lab, capfd: pytest.CaptureFixture[str], *before: str, argu
     """Run it on all hosts. `before` comes before the command: env NAME=VALUE."""
     code = run(network, [*before, *DOCTOR, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
     out, err = capfd.readouterr()
-    lines = out.splitlines()
-    assert lines, err
-    assert all(line.startswith("[0]") for line in lines), "rank 0 speaks for all"
-    return Told(code, json.loads(lines[-1].removeprefix("[0] ")), out, err)
+    assert out.startswith("[0] ") and out.count("\n") == 1, "rank 0 speaks for all" + err
+    return Told(code, json.loads(out.removeprefix("[0] ")), err)
 
 
 @timing
 def test_a_network_without_faults_is_measured_and_no_problem_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     with lab(4, latency="5ms", rate="100mbit") as four:
         told = examined(four, capfd, arguments=("--params", "1000000"))
-    assert (told.code, told.problems) == (0, []), told.out
+    assert (told.code, told.problems) == (0, []), told.words
     assert (told.figures["interface"], told.figures["loopback"]) == ("wire0", False)
     latency = [cell for row in told.figures["latency_ms"] for cell in row if cell is not None]
     rate = [cell for row in told.figures["rate_mbit"] for cell in row if cell is not None]
@@ -57,7 +54,7 @@ def test_a_network_without_faults_is_measured_and_no_problem_is_found(capfd: pyt
     assert rate == pytest.approx([100] * 12, rel=0.4)
     assert told.figures["plan"]["params"] == 1_000_000
     assert told.figures["seconds"] < 5, "0.5 s for each of three turns, and some for a busy machine"
-    assert "gloo and thinwire's links are up between all ranks" in told.out
+    assert "gloo and thinwire's links are up between all ranks" in told.words
 
 
 def test_an_interface_that_is_loopback_is_found(capfd: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +83,7 @@ def test_a_host_with_a_tenth_of_the_others_rate_is_found(capfd: pytest.CaptureFi
         three.set(rate="10mbit", host=2)
         told = examined(three, capfd)
     assert told.code == 1
-    assert told.problems == [("slow-host", "rank 2")], told.out
+    assert told.problems == [("slow-host", "rank 2")], told.words
     assert told.figures["rate_mbit"][0][2] == pytest.approx(10, rel=0.4)
 
 
@@ -96,7 +93,7 @@ def test_a_pair_that_is_slower_one_way_than_the_other_is_found(capfd: pytest.Cap
         two.set(up="10mbit", host=0)
         told = examined(two, capfd)
     assert told.code == 1
-    assert told.problems == [("asymmetric-pair", "rank 0 -> rank 1")], told.out
+    assert told.problems == [("asymmetric-pair", "rank 0 -> rank 1")], told.words
 
 
 @timing
@@ -105,7 +102,7 @@ def test_a_pair_that_loses_packets_one_way_is_found(capfd: pytest.CaptureFixture
         two.set(loss="10%", pair="1>0")
         told = examined(two, capfd)
     assert told.code == 1
-    assert set(told.problems) == {("asymmetric-pair", "rank 1 -> rank 0")}, told.out
+    assert set(told.problems) == {("asymmetric-pair", "rank 1 -> rank 0")}, told.words
 
 
 @timing
@@ -114,7 +111,7 @@ def test_a_pair_that_is_later_one_way_than_the_other_is_guessed(capfd: pytest.Ca
         four.set(latency="25ms", pair="0>3")
         told = examined(four, capfd)
     assert told.code == 1
-    assert told.problems == [("asymmetric-latency", "rank 0 -> rank 3")], told.out
+    assert told.problems == [("asymmetric-latency", "rank 0 -> rank 3")], told.words
 
 
 @timing
@@ -141,7 +138,7 @@ def test_a_pair_that_cannot_reach_each_other_is_named_and_the_others_are_measure
         three.partition("1>2")
         told = examined(three, capfd)
     assert told.code == 1
-    assert told.problems == [("unreachable", "ranks 1 and 2")], told.out
+    assert told.problems == [("unreachable", "ranks 1 and 2")], told.words
     assert told.figures["rate_mbit"][0][1] == pytest.approx(50, rel=0.4)
 
 
@@ -152,4 +149,4 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(capfd: pytest.Captur
         told = examined(two, capfd, "sh", "-c", script, "sh", arguments=("--wait", "2"))
         assert time.monotonic() - begin < 30
     assert told.code == 1
-    assert told.problems == [("missing", "rank 1")], told.out
+    assert told.problems == [("missing", "rank 1")], told.words

@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from tests import recorded
+from tests.pages import CHARTS
 from tests.process.launch import run_ranks
 from tests.process.models import loss_of, make
-from tests.unit.test_report import CHARTS, HOSTILE
+from tests.unit.test_report import resumed_run
+from tests.unit.test_report_damage import HOSTILE
 from thinwire.report import page
 
 BROWSER = next(
@@ -163,6 +165,9 @@ def assert_fine(browser: Browser, path: Path) -> None:
     assert browser.complaints() == []
     assert browser.requests() == [path.resolve().as_uri()]
     assert browser.ask("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+    nowhere = "attribute => /NaN|null|undefined/.test(attribute.value)"
+    shapes = "[...document.querySelectorAll('.plot > svg *')].filter(shape => [...shape.attributes]"
+    assert browser.ask(f"{shapes}.some({nowhere})).length") == 0, "something is drawn at a place that is none"
 
 
 # --- a real run
@@ -221,6 +226,28 @@ def test_no_two_labels_of_a_chart_overlap(browser: Browser, report: Path, width:
         ).map(([b]) => `${svg.closest('figure').id}: ${a} / ${b}`));
     })""")
     assert overlapping == []
+
+
+def test_a_run_that_was_resumed_has_a_gap_in_every_line_and_area(browser: Browser, tmp_path: Path) -> None:
+    path = page.write(resumed_run(tmp_path))
+    browser.open(path)
+    starts = "(path => path.getAttribute('d').split('M').length - 1)"
+    for chart, kind in (
+        ("step-time", ".stroke"),
+        ("network", ".stroke.s6"),
+        ("parts", ".layer"),
+        ("bytes", ".stroke.s0"),
+    ):
+        shown = browser.ask(f"[...document.querySelectorAll('#{chart} .plot {kind}')].map({starts})")
+        assert shown and set(shown) == {2}, chart
+    browser.ask("document.querySelector('#parts .plot').focus()")
+    for _ in range(120):  # through all of it, the gap too
+        browser.key("ArrowRight")
+        told = browser.ask("document.querySelector('#parts .tip').textContent")
+        if "–" in told:
+            break
+    assert told.count("–") == 4 and "ms" not in told, told
+    assert_fine(browser, path)
 
 
 def test_a_compare_shows_every_run_and_one_at_a_time(browser: Browser, tmp_path: Path) -> None:

@@ -269,11 +269,12 @@ def test_the_plan_is_for_the_measured_network() -> None:
     assert figures["problems"] == []
 
 
-def test_alone_it_says_how_to_measure_and_ends_with_one_json_line() -> None:
+def test_alone_it_says_how_to_measure_and_its_figures_stand_alone() -> None:
     result = runner.invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
-    assert "torchrun --nnodes 2" in result.output
-    figures = json.loads(result.output.strip().splitlines()[-1])
+    assert "torchrun --nnodes 2" in result.stderr
+    assert "torchrun --nnodes 2" in runner.invoke(app, ["doctor"]).stdout
+    figures = json.loads(result.stdout)
     assert figures["latency_ms"] == [] and figures["plan"] is None and figures["problems"] == []
 
 

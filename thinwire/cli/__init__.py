@@ -8,20 +8,29 @@ import typer
 
 import thinwire
 from thinwire.cli import bench, doctor, lab, plan, report, topology, train
+from thinwire.cli.help import Command, Group, JobCommand, examples
 
 app = typer.Typer(
-    help="Train PyTorch models over thin, unpredictable wires.", no_args_is_help=True, pretty_exceptions_enable=False
+    cls=Group,
+    help="Train PyTorch models over thin, unpredictable wires. Every command explains itself: thinwire train --help.",
+    epilog=examples(
+        ("is it worth it? plain DDP and thinwire on an unpredictable network", "thinwire demo"),
+        ("train, watch it adapt, and get a report", "thinwire train digits --network home"),
+        ("what is wrong with this machine's network?", "thinwire doctor"),
+    ),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
-app.command(epilog=train.TRAIN_EXAMPLES)(train.train)
-app.command(epilog=train.COMPARE_EXAMPLES)(train.compare)
-app.command()(train.demo)
-app.command()(doctor.doctor)
-app.command()(report.report)
-app.command()(report.cite)
+app.command(cls=JobCommand, epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command(cls=JobCommand, epilog=train.COMPARE_EXAMPLES)(train.compare)
+app.command(cls=Command, epilog=train.DEMO_EXAMPLES)(train.demo)
+app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(cls=Command, epilog=report.REPORT_EXAMPLES)(report.report)
+app.command(cls=Command, epilog=report.CITE_EXAMPLES)(report.cite)
+app.command(cls=Command, epilog=plan.EXAMPLES)(plan.plan)
+app.command(cls=Command, epilog=topology.EXAMPLES)(topology.topology)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
-app.command()(plan.plan)
-app.command()(topology.topology)
 
 
 def _version(wanted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.options import Json
+from thinwire.cli.help import examples
+from thinwire.cli.options import Json, print_figures
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -25,10 +25,22 @@ _PLAIN_MARKS = {"✓": "+", "·": "-", "✗": "x"}  # for a terminal that has no
 _COLUMNS = 16  # of a matrix that fits on a screen
 _PIPE_WIDTH = 160
 
+EXAMPLES = examples(
+    ("this machine alone", "thinwire doctor"),
+    (
+        "the network between machines: on each, with its own number after --node-rank",
+        "torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m thinwire doctor",
+    ),
+    ("an emulated network", "thinwire lab run --hosts 4 --network home -- thinwire doctor"),
+)
+
 Params = Annotated[
-    int, typer.Option(min=1, help="Parameters of the model to plan for; 11689512 is ResNet18, 25557032 ResNet50.")
+    int,
+    typer.Option(
+        min=1, metavar="N", help="Parameters of the model to plan for; 11689512 is ResNet18, 25557032 ResNet50."
+    ),
 ]
-Wait = Annotated[float, typer.Option(min=1, help="Seconds that rank 0 waits for the other ranks to come.")]
+Wait = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds that rank 0 waits for the other ranks to come.")]
 
 
 def doctor(params: Params = 11_689_512, wait: Wait = 30.0, json: Json = False) -> None:
@@ -38,10 +50,6 @@ def doctor(params: Params = 11_689_512, wait: Wait = 30.0, json: Json = False) -
     latency and rate between every two, the size of packets that pass, losses; and name the plan that would be chosen.
 
     Exit code 0: all is well; 1: problems were found; 2: it was called wrongly.
-
-    torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m thinwire doctor
-
-    thinwire lab run --hosts 4 --network home -- thinwire doctor
     """
     with _told(ValueError, 2):
         rank, world_size = _place()
@@ -49,9 +57,9 @@ def doctor(params: Params = 11_689_512, wait: Wait = 30.0, json: Json = False) -
         diagnosis = _examine(rank, world_size, params, wait)
     if diagnosis is None:  # rank 0 speaks for all
         return
-    _print(diagnosis)
+    _print(diagnosis, on_stderr=json)
     if json:
-        typer.echo(json_module.dumps(diagnosis.to_json()))
+        print_figures(diagnosis.to_json())
     raise typer.Exit(1 if diagnosis.problems else 0)
 
 
@@ -94,10 +102,10 @@ def _examine(rank: int, world_size: int, params: int, wait: float) -> Diagnosis 
 # --- printing
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print(diagnosis: Diagnosis, on_stderr: bool) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, stderr=on_stderr)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     for section in diagnosis.sections:

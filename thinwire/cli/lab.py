@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.help import Command, Group, examples
+from thinwire.cli.options import Json, print_figures
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -21,24 +23,45 @@ if TYPE_CHECKING:
     from thinwire.lab.registry import Entry
     from thinwire.lab.schedule import Schedule
 
-app = typer.Typer(help="Hosts on this machine behind an emulated, changing network.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Group,
+    help="Hosts on this machine behind an emulated, changing network.",
+    epilog=examples(
+        ("any DDP script on four hosts", "thinwire lab run --hosts 4 --network home -- python train.py"),
+        ("make it worse, from another terminal", "thinwire lab set latency=50ms loss=1%"),
+    ),
+    no_args_is_help=True,
+)
 
-Hosts = Annotated[int, typer.Option(min=1, max=200, help="How many hosts.")]
+Hosts = Annotated[int, typer.Option(min=1, max=200, metavar="N", help="How many hosts.")]
 NetworkName = Annotated[
     str | None,
-    typer.Option("--network", help="A profile (see `lab profiles`), a .toml profile, or a .csv trace."),
+    typer.Option(
+        "--network",
+        metavar="NETWORK",
+        help="A name that `thinwire lab profiles` lists, a .toml profile or a .csv trace; else it has no limits.",
+    ),
 ]
-Scale = Annotated[float, typer.Option(help="Divide all rates of the network by this.")]
-Speed = Annotated[float, typer.Option(help="Let the network's schedule run so many times as fast.")]
-Epoch = Annotated[str | None, typer.Option(help="How long an epoch of the schedule lasts, like 30s.")]
-Latency = Annotated[str | None, typer.Option(help="Hold the latency of every route at this, like 5ms.")]
-Rate = Annotated[str | None, typer.Option(help="Hold the rate of every host at this, like 100mbit.")]
-Jitter = Annotated[str | None, typer.Option(help="Hold the jitter of every route at this, like 1ms.")]
-Loss = Annotated[str | None, typer.Option(help="Hold the loss of every route at this, like 1%.")]
-Mtu = Annotated[int | None, typer.Option(help="Bytes of a full packet; follows the rates by default.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of loss, jitter and random walks.")]
-Truth = Annotated[str | None, typer.Option(help="Write what the network was when into this file, as JSON lines.")]
-Which = Annotated[str | None, typer.Option("--lab", help="Which lab, if several run (see `lab ps`).")]
+Scale = Annotated[float, typer.Option(metavar="X", help="Divide all rates of the network by this.")]
+Speed = Annotated[float, typer.Option(metavar="X", help="Let the network's schedule run so many times as fast.")]
+Epoch = Annotated[
+    str | None, typer.Option(metavar="TIME", help="How long an epoch of the schedule lasts, like 30s; else as it says.")
+]
+Latency = Annotated[str | None, typer.Option(metavar="TIME", help="Hold the latency of every route at this, like 5ms.")]
+Rate = Annotated[str | None, typer.Option(metavar="RATE", help="Hold the rate of every host at this, like 100mbit.")]
+Jitter = Annotated[str | None, typer.Option(metavar="TIME", help="Hold the jitter of every route at this, like 1ms.")]
+Loss = Annotated[str | None, typer.Option(metavar="SHARE", help="Hold the loss of every route at this, like 1%.")]
+Mtu = Annotated[int | None, typer.Option(metavar="N", help="Bytes of a full packet; else what suits the rates.")]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="The seed of loss, jitter and random walks; else the schedule's own.")
+]
+Truth = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Write what the network was when into this file, as JSON lines; else a new one."),
+]
+Which = Annotated[
+    str | None, typer.Option("--lab", metavar="LAB", help="Which lab, if several run (see `thinwire lab ps`).")
+]
 
 
 @contextmanager
@@ -94,9 +117,22 @@ def _introduce(lab: Lab) -> None:
         )
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(
+    cls=Command,
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        (
+            "a DDP script on four hosts that are 20 ms apart",
+            "thinwire lab run --hosts 4 --latency 20ms --rate 50mbit -- python train.py",
+        ),
+        (
+            "on a network that changes, ten times as thin",
+            "thinwire lab run --network unpredictable --scale 10 -- python train.py",
+        ),
+    ),
+)
 def run(
-    command: Annotated[list[str], typer.Argument(help="What every host runs: -- python train.py ...")],
+    command: Annotated[list[str], typer.Argument(help="What every host runs, after --.")],
     hosts: Hosts = 2,
     network: NetworkName = None,
     scale: Scale = 1.0,
@@ -123,7 +159,13 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        ("is the network what it says?", "thinwire lab check --latency 5ms --rate 100mbit"),
+        ("all to all, in figures", "thinwire lab check --hosts 4 --network home --json"),
+    ),
+)
 def check(
     hosts: Hosts = 2,
     network: NetworkName = None,
@@ -131,7 +173,7 @@ def check(
     latency: Latency = None,
     rate: Rate = None,
     mtu: Mtu = None,
-    json: Annotated[bool, typer.Option("--json", help="End with all figures as one JSON line.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure round trip and TCP throughput through a lab; with more than two hosts also all to all."""
     from thinwire.lab import check
@@ -145,12 +187,12 @@ def check(
         with _told():
             figures = check.measure(lab)
     for line in check.describe(figures):
-        typer.echo(line)
+        typer.echo(line, err=json)
     if json:
-        typer.echo(json_module.dumps(figures))
+        print_figures(figures)
 
 
-@app.command("profiles")
+@app.command("profiles", cls=Command, epilog=examples(("what --network takes", "thinwire lab profiles")))
 def list_profiles() -> None:
     """The networks that come with thinwire."""
     from rich.console import Console
@@ -167,11 +209,26 @@ def list_profiles() -> None:
 # --- labs that run
 
 
-@app.command("set", context_settings={"allow_interspersed_args": True})
+@app.command(
+    "set",
+    cls=Command,
+    context_settings={"allow_interspersed_args": True},
+    epilog=examples(
+        ("for all", "thinwire lab set latency=50ms rate=20mbit loss=1%"),
+        ("one host has a thin wire", "thinwire lab set rate=5mbit --host 2"),
+        ("one way is late", "thinwire lab set latency=200ms --pair '0>1'"),
+    ),
+)
 def set_values(
-    values: Annotated[list[str], typer.Argument(help="latency=50ms rate=1gbit loss=1% ...")],
-    host: Annotated[int | None, typer.Option(help="Only this host: its rates, and the routes to and from it.")] = None,
-    pair: Annotated[str | None, typer.Option(help="Only these routes: 0:1 both ways, 0>1 one way.")] = None,
+    values: Annotated[
+        list[str], typer.Argument(help="NAME=VALUE of latency, jitter, loss, rate, up, down, queue or max_packet.")
+    ],
+    host: Annotated[
+        int | None, typer.Option(metavar="N", help="Only this host: its rates, and the routes to and from it.")
+    ] = None,
+    pair: Annotated[
+        str | None, typer.Option(metavar="PAIR", help="Only these routes: 0:1 both ways, 0>1 one way.")
+    ] = None,
     lab: Which = None,
 ) -> None:
     """Change the network of a running lab, for all or some."""
@@ -189,7 +246,13 @@ def _assignment(text: str) -> tuple[str, str]:
     return key, value
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        ("two halves that do not hear each other", "thinwire lab partition '0,1|2,3'"),
+        ("the first half is heard and hears nothing", "thinwire lab partition '2,3>0,1'"),
+    ),
+)
 def partition(
     groups: Annotated[str, typer.Argument(help="'0,1|2,3' both ways, '0,1>2,3' one way.")], lab: Which = None
 ) -> None:
@@ -200,7 +263,7 @@ def partition(
         _tell(lab, lambda hosts: settings.partition(groups, hosts))
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples(("after `thinwire lab partition`", "thinwire lab heal")))
 def heal(lab: Which = None) -> None:
     """Let all packets pass again."""
     from thinwire.lab import settings
@@ -228,7 +291,14 @@ def _relay(identity: str | None) -> Iterator[tuple[Entry, Path, socket.socket]]:
         yield entry, folder, relay
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(
+    cls=Command,
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        ("a shell on host 0", "thinwire lab shell 0"),
+        ("one command there", "thinwire lab shell 0 ping 10.77.0.2"),
+    ),
+)
 def shell(
     host: Annotated[int, typer.Argument(help="Which host.")],
     command: Annotated[list[str] | None, typer.Argument(help="What to run there instead of $SHELL.")] = None,
@@ -256,7 +326,7 @@ def shell(
     os.execve(line[0], line, {**os.environ, "THINWIRE_LAB": entry.id})
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples(("which labs run, and where their truth is", "thinwire lab ps")))
 def ps() -> None:
     """The labs that run, and who lives in them."""
     from rich.console import Console
@@ -279,7 +349,7 @@ def ps() -> None:
     Console(soft_wrap=True).print(table)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples(("after a lab was killed", "thinwire lab clean")))
 def clean() -> None:
     """End and remove what labs left whose process was killed. Labs that run are not touched."""
     with _told():

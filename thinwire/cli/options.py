@@ -1,10 +1,13 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what --json means for all of them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json as json_module
+from typing import Annotated, Any
 
 import typer
+
+from thinwire.records import plain
 
 
 def _in_range(ratio: float) -> float:
@@ -13,5 +16,14 @@ def _in_range(ratio: float) -> float:
     return ratio
 
 
-Json = Annotated[bool, typer.Option("--json", help="End with all figures as one JSON line.")]
-Ratio = Annotated[float, typer.Option(callback=_in_range, help="Share of entries to send, in (0, 1]: 0.01 is 1 %.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print all figures as one JSON line; what is for people goes to stderr.")
+]
+Ratio = Annotated[
+    float, typer.Option(callback=_in_range, metavar="R", help="Share of entries to send, in (0, 1]: 0.01 is 1 %.")
+]
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """The one line that --json leaves on stdout. What is not finite is null."""
+    typer.echo(json_module.dumps(plain(figures), allow_nan=False))

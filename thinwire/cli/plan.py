@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json as json_module
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from thinwire.cli.options import Json
+from thinwire.cli.help import examples
+from thinwire.cli.options import Json, print_figures
 
 if TYPE_CHECKING:
     from thinwire.control.pareto import Front
@@ -29,34 +29,53 @@ _GOSSIP = (
     ("deepsqueeze", "int8"),
 )
 
-Hosts = Annotated[int, typer.Option(min=1, help="How many hosts, one rank each.")]
+EXAMPLES = examples(
+    (
+        "ResNet18 on eight hosts: the front of time against gain, and its knee",
+        "thinwire plan --params 11689512 --hosts 8 --latency 1ms --rate 10gbit",
+    ),
+    (
+        "ResNet50 on four, far apart, sending 1 %",
+        "thinwire plan --params 25557032 --hosts 4 --latency 20ms --ratio 0.01",
+    ),
+)
+
+Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="How many hosts, one rank each.")]
 Params = Annotated[
-    int, typer.Option(min=1, help="Float32 entries of the gradient; 11689512 is ResNet18, 25557032 ResNet50.")
+    int,
+    typer.Option(min=1, metavar="N", help="Float32 entries of the gradient; 11689512 is ResNet18, 25557032 ResNet50."),
 ]
-Latency = Annotated[str, typer.Option(help="One way from host to host, like 1ms.")]
-Rate = Annotated[str, typer.Option(help="Of every host's connection, each way, like 10gbit.")]
-Overhead = Annotated[str, typer.Option(help="Of a host's processor for each message sent or received, like 50us.")]
+Latency = Annotated[str, typer.Option(metavar="TIME", help="One way from host to host, like 1ms.")]
+Rate = Annotated[str, typer.Option(metavar="RATE", help="Of every host's connection, each way, like 10gbit.")]
+Overhead = Annotated[
+    str,
+    typer.Option(metavar="TIME", help="What each message sent or received takes of a host's processor, like 50us."),
+]
 OneRatio = Annotated[
     float | None,
     typer.Option(
-        help="Share of entries to send, in (0, 1]: 0.01 is 1 %. Without it the front is drawn and its knee taken."
+        metavar="R",
+        help="Share of entries to send, in (0, 1]: 0.01 is 1 %. Without it the front is drawn and its knee taken.",
     ),
 ]
 PriceList = Annotated[
     str,
     typer.Option(
-        "--prices", help="ours: this implementation's schedules, played. paper: Tyagi & Swany's closed forms."
+        "--prices",
+        metavar="WHOSE",
+        help="ours: this implementation's schedules, played. paper: Tyagi & Swany's closed forms.",
     ),
 ]
 Gains = Annotated[
     str,
     typer.Option(
+        metavar="GAINS",
         help="Share of the gradient's energy that a ratio keeps, assumed for the front: resnet18, resnet50, alexnet or "
-        "vit as read from the paper's Fig. 3, or your own, like 0.1=0.73,0.01=0.25."
+        "vit as read from the paper's Fig. 3, or your own, like 0.1=0.73,0.01=0.25.",
     ),
 ]
-Low = Annotated[float, typer.Option(help="The least ratio of the front.")]
-High = Annotated[float, typer.Option(help="The largest ratio of the front.")]
+Low = Annotated[float, typer.Option(metavar="R", help="The least ratio of the front.")]
+High = Annotated[float, typer.Option(metavar="R", help="The largest ratio of the front.")]
 
 
 class _Line(NamedTuple):
@@ -99,13 +118,11 @@ def plan(
 
     With --ratio: one table, the fastest first. Gossip mixes models with neighbours instead of averaging over all: its
     spectral gap says how much of the nodes' disagreement a step takes away, where an exchange takes all of it.
+
     Without: the Pareto front of time against gain too, and the table at its knee
     (the paper's choice: weights 0.6 for time and 0.4 for 1/gain).
+
     Nothing is started and nothing is sent.
-
-    thinwire plan --params 11689512 --hosts 8 --latency 1ms --rate 10gbit
-
-    thinwire plan --params 25557032 --hosts 4 --latency 20ms --rate 100mbit --ratio 0.01
     """
     from thinwire.control import pareto
 
@@ -119,7 +136,7 @@ def plan(
     lines = sorted(price_list.lines(chosen), key=lambda line: line.seconds)
     gossip = price_list.gossip(chosen)
     if json:
-        typer.echo(json_module.dumps(_figures(lines, gossip, chosen, points)))
+        print_figures(_figures(lines, gossip, chosen, points))
         return
     lines = sorted([*lines, *gossip], key=lambda line: line.seconds)
     _print_table(lines, price_list, f"{params:,} parameters, {hosts} hosts, {latency}, {rate}, ratio {chosen:.3g}")

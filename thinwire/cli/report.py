@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.options import Json
+from thinwire.cli.help import examples
+from thinwire.cli.options import Json, print_figures
+
+REPORT_EXAMPLES = examples(
+    ("a run, or a compare, and look at it", "thinwire report runs/digits-adaptive-1 --open"),
+    ("what attach(model, records=...) has written", "thinwire report mine.jsonl"),
+    ("beside other runs", "thinwire report runs/digits-adaptive-1 --tensorboard"),
+)
+CITE_EXAMPLES = examples(("what a paper has to cite", "thinwire cite runs/digits-adaptive-1 >> paper.bib"))
 
 Folder = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run or of a compare, or a file of records (.jsonl).")
@@ -36,7 +43,7 @@ def report(
     run: Folder,
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write what TensorBoard shows too, into the run's folder.")
+        bool, typer.Option("--tensorboard", help="Write what TensorBoard shows too, in RUN/tensorboard.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -52,13 +59,12 @@ def report(
         events = scalars.write(run) if tensorboard else []
     for note in made.notes:
         typer.echo(f"thinwire: {note}", err=True)
-    typer.echo(f"{path}  ({path.stat().st_size / 1e3:.0f} kB)")
+    typer.echo(f"{path}  ({path.stat().st_size / 1e3:.0f} kB)", err=json)
     for folder in events:
-        typer.echo(str(folder))
+        typer.echo(str(folder), err=json)
     if json:
         figures = {"report": str(path), "bytes": path.stat().st_size, "notes": made.notes, "compare": made.compare}
-        figures |= {"tensorboard": [str(folder) for folder in events]} if tensorboard else {}
-        typer.echo(json_module.dumps(figures))
+        print_figures(figures | ({"tensorboard": [str(folder) for folder in events]} if tensorboard else {}))
     if open_:
         typer.launch(path.resolve().as_uri())
 

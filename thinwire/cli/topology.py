@@ -9,19 +9,31 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.cli.help import examples
+
 if TYPE_CHECKING:
     from thinwire.gossip.topology import Topology
 
+EXAMPLES = examples(
+    ("a ring of eight", "thinwire topology ring"),
+    ("two by four, and a picture of it", "thinwire topology torus:2x4 --png torus.png"),
+)
 _COMPRESSORS = ("int16", "int8", "int6", "int4", "int2", "sign", "random:0.1", "topk:0.1", "topk:0.01")
 
 
 def topology(
     name: Annotated[
-        str, typer.Argument(help="ring, torus:2x4, hypercube, exponential, one-peer-exponential, star ...")
+        str,
+        typer.Argument(
+            help="ring, torus:2x4, hypercube, exponential, one-peer-exponential, star, complete, random-regular:3 or "
+            "erdos-renyi:0.4."
+        ),
     ],
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of a random graph.")] = 0,
-    png: Annotated[Path | None, typer.Option(help="Draw the graph into this file (needs matplotlib).")] = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="How many nodes.")] = 8,
+    seed: Annotated[int, typer.Option(metavar="N", help="The seed of a random graph.")] = 0,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the graph into this file (needs matplotlib).")
+    ] = None,
 ) -> None:
     """Print a graph for decentralised training, its spectrum, and what each method may compress to on it."""
     from thinwire.gossip.topology import TopologyError, build

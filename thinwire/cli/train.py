@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.options import Json
+from thinwire.cli.help import examples
+from thinwire.cli.options import Json, print_figures
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from thinwire.jobs.compare import Comparison
     from thinwire.jobs.job import Job
-    from thinwire.jobs.start import Outcome
+    from thinwire.jobs.outcome import Outcome
 
 WHAT, WHERE, HOW, LENGTH, LEARNING, RUN = (
     "What is trained",
@@ -31,92 +32,120 @@ WHAT, WHERE, HOW, LENGTH, LEARNING, RUN = (
     "The run",
 )
 
-TRAIN_EXAMPLES = """
-Four workers on this machine, no network between them:  [bold]thinwire train digits[/bold]
-
-The same behind an emulated network that changes all the time:
-[bold]thinwire train digits --network unpredictable --scale 10[/bold]
-
-A fixed plan instead of an adaptive one:
-[bold]thinwire train fashion-mnist --hosts 8 --latency 20ms --rate 50mbit --method star-topk@0.01:tree[/bold]
-
-Your own model and data, from my_module.py here:  [bold]thinwire train my_module:make --epochs 3[/bold]
-
-All settings from a file, some overridden:  [bold]thinwire train --config job.toml --seed 1[/bold]
-
-Go on with a run that was ended:  [bold]thinwire train --resume runs/digits-mlp-adaptive-1[/bold]
-
-On several machines, one worker each:
-[bold]torchrun --nnodes 4 ... --no-python thinwire train digits[/bold]
-"""
-COMPARE_EXAMPLES = """
-Is it worth it on this network?
-[bold]thinwire compare digits --network unpredictable --scale 10 --methods ddp,adaptive --seconds 60[/bold]
-
-Fixed plans and gossip, three seeds, time to 90 % accuracy:
-[bold]thinwire compare digits --latency 50ms --rate 10mbit --methods ddp,ddp-fp16,star-topk@0.01:tree,dcd@int8:ring
---seeds 3 --target 0.9[/bold]
-"""
+TRAIN_EXAMPLES = examples(
+    ("four workers on this machine, no network between them", "thinwire train digits"),
+    (
+        "the same behind an emulated network that changes all the time",
+        "thinwire train digits --network unpredictable --scale 10",
+    ),
+    (
+        "a fixed plan on a fixed network",
+        "thinwire train --latency 20ms --rate 50mbit --method star-topk@0.01",
+    ),
+    ("your own model and data: make() in my_module.py, here", "thinwire train my_module:make --epochs 3"),
+    ("all settings from a file, one of them overridden", "thinwire train --config job.toml --seed 1"),
+    ("go on with a run that was ended", "thinwire train --resume runs/digits-adaptive-1"),
+    ("on several machines, one worker each", "torchrun --nnodes 4 ... --no-python thinwire train digits"),
+)
+COMPARE_EXAMPLES = examples(
+    (
+        "is it worth it on this network?",
+        "thinwire compare digits --network unpredictable --scale 10 --seconds 60",
+    ),
+    (
+        "with gossip, three seeds, the time to 90 % accuracy",
+        "thinwire compare --methods ddp,adaptive,dcd@int8 --seeds 3 --target 0.9",
+    ),
+)
+DEMO_EXAMPLES = examples(
+    ("two to three minutes, a table and a report at the end", "thinwire demo"),
+    ("shorter, and the figures for a script", "thinwire demo --seconds 30 --json"),
+)
 
 Task = Annotated[
     str | None,
-    typer.Argument(help="digits (the default, nothing to fetch), fashion-mnist, chars, or your own as my_module:make."),
+    typer.Argument(help="digits (nothing to fetch), fashion-mnist, chars, or your own as my_module:make."),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(
-        help="A TOML file of settings: the long options' names with _ for -. Options win.", show_default=False
-    ),
+    typer.Option(metavar="FILE", help="Settings in TOML, named like the long options with _ for -. Options win."),
 ]
 
 
-def _option(of: str, words: str, *names: str) -> Any:
-    return typer.Option(*names, help=words, rich_help_panel=of, show_default=False)
+def _option(of: str, metavar: str, words: str, *names: str) -> Any:
+    """The defaults are the job's: see JobCommand."""
+    return typer.Option(*names, help=words, metavar=metavar, rich_help_panel=of, show_default=False)
 
 
-Model = Annotated[str | None, _option(WHAT, "mlp, cnn, resnet20 or vit for images, gpt for text.")]
-DataFolder = Annotated[str | None, _option(WHAT, "Where the files of fashion-mnist are.")]
-TextFile = Annotated[str | None, _option(WHAT, "The file that chars learns; by default Python's own source text.")]
-Partition = Annotated[str | None, _option(WHAT, "Examples over workers: iid (default), or dirichlet:0.5 by label.")]
-Hosts = Annotated[int | None, _option(WHERE, "How many workers, 4 by default.")]
-NetworkName = Annotated[str | None, _option(WHERE, "A profile (see `lab profiles`), a .toml profile, a .csv trace.")]
-Latency = Annotated[str | None, _option(WHERE, "Hold the latency of every route at this, like 20ms.")]
-Rate = Annotated[str | None, _option(WHERE, "Hold the rate of every host at this, like 50mbit.")]
-Scale = Annotated[float | None, _option(WHERE, "Divide all rates of the network by this.")]
-Speed = Annotated[float | None, _option(WHERE, "Let the network's schedule run so many times as fast.")]
-LinkName = Annotated[str | None, _option(WHERE, "auto (lab if there is a network), lab, loopback or shaped.")]
-Port = Annotated[int | None, _option(WHERE, "Where workers meet; by default one that is free.")]
+Model = Annotated[
+    str | None,
+    _option(WHAT, "NAME", "mlp, cnn, resnet20 or vit for images, gpt for text; if none is given, what suits the task."),
+]
+DataFolder = Annotated[
+    str | None, _option(WHAT, "FOLDER", "Where the files of fashion-mnist are; else it looks where they usually are.")
+]
+TextFile = Annotated[str | None, _option(WHAT, "FILE", "What chars learns; else it is Python's own source text.")]
+Partition = Annotated[
+    str | None, _option(WHAT, "HOW", "How examples are spread over workers: iid, or dirichlet:0.5 by label.")
+]
+Hosts = Annotated[int | None, _option(WHERE, "N", "How many workers.")]
+NetworkName = Annotated[
+    str | None,
+    _option(WHERE, "NETWORK", "A name that `thinwire lab profiles` lists, a .toml profile or a .csv trace; else none."),
+]
+Latency = Annotated[str | None, _option(WHERE, "TIME", "Hold the latency of every route at this, like 20ms.")]
+Rate = Annotated[str | None, _option(WHERE, "RATE", "Hold the rate of every host at this, like 50mbit.")]
+Scale = Annotated[float | None, _option(WHERE, "X", "Divide all rates of the network by this.")]
+Speed = Annotated[float | None, _option(WHERE, "X", "Let the network's schedule run so many times as fast.")]
+LinkName = Annotated[
+    str | None,
+    _option(WHERE, "LINK", "lab, loopback, shaped, or auto: the lab if there is a network, else loopback."),
+]
+Port = Annotated[int | None, _option(WHERE, "N", "Where workers meet; else one that is free.")]
 MethodName = Annotated[
     str | None,
     _option(
         HOW,
-        "adaptive (default); ddp, ddp-fp16, ddp-powersgd; EXCHANGE@RATIO:COLLECTIVE like star-topk@0.01:tree; or "
+        "METHOD",
+        "adaptive; ddp, ddp-fp16, ddp-powersgd; EXCHANGE@RATIO:COLLECTIVE like star-topk@0.01:tree; or "
         "GOSSIP@COMPRESSOR:TOPOLOGY like dcd@int8:ring.",
     ),
 ]
-Objective = Annotated[str | None, _option(HOW, "Of adaptive: goodput (default), seconds or knee.")]
-Ratios = Annotated[tuple[float, float] | None, _option(HOW, "Of adaptive: the least and the largest ratio.")]
-Epochs = Annotated[int | None, _option(LENGTH, "The first limit that is reached ends it; 5 epochs if none is given.")]
-Steps = Annotated[int | None, _option(LENGTH, "End after so many steps.")]
-Seconds = Annotated[float | None, _option(LENGTH, "End after so many seconds of training.")]
-Target = Annotated[float | None, _option(LENGTH, "The accuracy, like 0.9, the time to which is told.")]
-Batch = Annotated[int | None, _option(LEARNING, "Examples per worker and step, 32 by default.")]
-LearningRate = Annotated[float | None, _option(LEARNING, "The learning rate; by default what suits the model.")]
-Momentum = Annotated[float | None, _option(LEARNING, "Of sgd, 0.9 by default.")]
-Optimizer = Annotated[str | None, _option(LEARNING, "sgd or adam; by default what suits the model.")]
-Seed = Annotated[int | None, _option(LEARNING, "Of everything random, 0 by default.")]
-EvaluateEvery = Annotated[float | None, _option(RUN, "Seconds of training between two looks at the test set.")]
-CheckpointEvery = Annotated[int | None, _option(RUN, "Steps between two checkpoints, 100 by default.")]
-Keep = Annotated[int | None, _option(RUN, "How many checkpoints stay, 2 by default.")]
-Timeout = Annotated[float | None, _option(RUN, "Seconds of silence after which a worker gives up.")]
-Name = Annotated[str | None, _option(RUN, "Of the run's folder; by default made up.")]
-Out = Annotated[str | None, _option(RUN, "The folder of runs, ./runs by default.")]
-TensorBoard = Annotated[
-    bool | None, _option(RUN, "Write what TensorBoard shows while it runs, in RUN/tensorboard.", "--tensorboard")
+Objective = Annotated[str | None, _option(HOW, "NAME", "What adaptive aims at: goodput, seconds or knee.")]
+Ratios = Annotated[
+    tuple[float, float] | None,
+    _option(HOW, "LOW HIGH", "The least and the largest share of entries that adaptive sends."),
 ]
-Resume = Annotated[Path | None, _option(RUN, "Go on with the run in this folder; only limits may be given anew.")]
-Methods = Annotated[str, typer.Option(help="With commas between; the first is what the others are measured against.")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on; the table has their medians.")]
+Epochs = Annotated[
+    int | None, _option(LENGTH, "N", "How often all examples are seen. The first limit that is reached ends it.")
+]
+Steps = Annotated[int | None, _option(LENGTH, "N", "How many steps. Without any limit it is 5 epochs.")]
+Seconds = Annotated[float | None, _option(LENGTH, "S", "How many seconds of training.")]
+Target = Annotated[float | None, _option(LENGTH, "SHARE", "An accuracy, like 0.9: the time to it is told.")]
+Batch = Annotated[int | None, _option(LEARNING, "N", "Examples per worker and step.")]
+LearningRate = Annotated[float | None, _option(LEARNING, "X", "The learning rate; else what suits the model.")]
+Momentum = Annotated[float | None, _option(LEARNING, "X", "The momentum of sgd.")]
+Optimizer = Annotated[str | None, _option(LEARNING, "NAME", "sgd or adam; else what suits the model.")]
+Seed = Annotated[int | None, _option(LEARNING, "N", "The seed of everything random.")]
+EvaluateEvery = Annotated[float | None, _option(RUN, "S", "Seconds of training between two looks at the test set.")]
+CheckpointEvery = Annotated[int | None, _option(RUN, "N", "Steps between two checkpoints; 0 for one at the end only.")]
+Keep = Annotated[int | None, _option(RUN, "N", "How many checkpoints stay.")]
+Timeout = Annotated[float | None, _option(RUN, "S", "Seconds of silence after which a worker gives up.")]
+Name = Annotated[str | None, _option(RUN, "NAME", "The name of the run's folder; else one is made up.")]
+Out = Annotated[str | None, _option(RUN, "FOLDER", "Where runs have their folders.")]
+TensorBoard = Annotated[
+    bool | None, _option(RUN, "", "Write what TensorBoard shows while it runs, in RUN/tensorboard.", "--tensorboard")
+]
+Resume = Annotated[
+    Path | None, _option(RUN, "RUN", "Go on with the run in this folder; only limits may be given anew.")
+]
+Methods = Annotated[
+    str,
+    typer.Option(metavar="METHODS", help="With commas between; the first is what the others are measured against."),
+]
+Seeds = Annotated[
+    int, typer.Option(min=1, metavar="N", help="How many seeds, from --seed on; the table has their medians.")
+]
 
 
 # --- the commands
@@ -170,10 +199,14 @@ def train(
         if resume is not None and config is not None:
             raise ValueError("--config cannot be given with --resume: a run goes on as it was begun.")
         if resume is not None:
-            job, folder = _resumed(resume, given), resume
+            from thinwire.jobs.resuming import resumed
+
+            job, folder = resumed(resume, given), resume
         else:
             job, folder = _job(config, given), None
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if json:
+                raise ValueError("--json has no effect under torchrun: leave it out, and read RUN/outcome.json.")
             _join(job, folder)
             return
         raise typer.Exit(_train(job, folder, json))
@@ -226,15 +259,15 @@ def compare(
 
 
 def demo(
-    seconds: Annotated[float | None, typer.Option(help="Of training, for each method.", show_default=False)] = None,
-    out: Annotated[str, typer.Option(help="The folder of runs.")] = "runs",
+    seconds: Annotated[float, typer.Option(metavar="S", help="Seconds of training, for each method.")] = 50.0,
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="Where runs have their folders.")] = "runs",
     json: Json = False,
 ) -> None:
     """Plain DDP against adaptive: four hosts on a network that nobody can foresee. Takes two to three minutes."""
     with _told("demo"):
         from thinwire.jobs import compare
 
-        job, methods, note = compare.demo(out=out, **({} if seconds is None else {"seconds": seconds}))
+        job, methods, note = compare.demo(out=out, seconds=seconds)
         if note:
             typer.echo(note, err=True)
         raise typer.Exit(_compare(job, methods, 1, json, stem="demo"))
@@ -272,20 +305,6 @@ def _job(config: Path | None, given: dict[str, Any]) -> Job:
     return Job(**given) if config is None else Job.from_toml(config, **given)
 
 
-def _resumed(folder: Path, given: dict[str, Any]) -> Job:
-    from dataclasses import replace
-
-    from thinwire.jobs.job import read_job
-
-    for key in given:
-        if key not in ("epochs", "steps", "seconds", "target", "tensorboard"):
-            raise ValueError(
-                f"--{key.replace('_', '-')} cannot be given with --resume: a run goes on as it was begun. Only its "
-                "limits may be others."
-            )
-    return replace(read_job(folder), **given)
-
-
 def _join(job: Job, folder: Path | None) -> None:
     """Be the worker that torchrun started."""
     from thinwire.jobs import start, worker
@@ -305,48 +324,48 @@ def _stage() -> Console:
 
 def _train(job: Job, folder: Path | None, json: bool) -> int:
     from thinwire.jobs import start
-    from thinwire.jobs.live import line_of, progress_of, summary_of
+    from thinwire.jobs.progress import line_of, progress_of, summary_of
 
     outcome, folder = start.train(job, folder, sys.argv, _stage())
     progress = progress_of(job, folder)
     report = None if outcome.at_once else _report(folder)
     _complain("train", outcome)
-    typer.echo(f"{outcome.how}: {line_of(progress)}" if progress.step else outcome.how)
+    typer.echo(f"{outcome.how}: {line_of(progress)}" if progress.step else outcome.how, err=json)
     if report is not None:
-        typer.echo(f"report: {report}")
+        typer.echo(f"report: {report}", err=json)
     if outcome.how == "interrupted":
-        typer.echo(f"to go on: thinwire train --resume {folder}")
+        typer.echo(f"to go on: thinwire train --resume {shlex.quote(str(folder))}", err=json)
     if json:
-        figures = summary_of(progress) | {"how": outcome.how, "folder": str(folder), "report": report and str(report)}
-        typer.echo(json_module.dumps(figures))
+        ended = {"how": outcome.how, "message": outcome.message}
+        print_figures(summary_of(progress) | ended | {"folder": str(folder), "report": report and str(report)})
     return outcome.code
 
 
 def _compare(job: Job, methods: list[str], seeds: int, json: bool, stem: str = "compare") -> int:
+    from rich.console import Console
+
     from thinwire.jobs import compare, start
+    from thinwire.jobs.team import Interrupts
 
     jobs = compare.jobs_of(job, methods, seeds)
     for each in jobs:
         start.refuse_early(each)
     folder = start.new_folder(job, stem)
-    with start.Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         comparison = compare.compare(job, jobs, folder, sys.argv, _stage(), interrupts)
     report = None if comparison.outcome.at_once else _report(folder)
-    _print_comparison(comparison)
+    _print_comparison(comparison, Console(stderr=json))
     _complain("compare", comparison.outcome)
     if report is not None:
-        typer.echo(f"report: {report}")
+        typer.echo(f"report: {report}", err=json)
     if json:
-        typer.echo(json_module.dumps(comparison.to_json() | {"report": report and str(report)}))
+        print_figures(comparison.to_json() | {"report": report and str(report)})
     return comparison.outcome.code
 
 
-def _print_comparison(comparison: Comparison) -> None:
-    from rich.console import Console
-
+def _print_comparison(comparison: Comparison, console: Console) -> None:
     from thinwire.jobs.compare import speed_up_in_words, table_of
 
-    console = Console()
     console.print()
     console.print(table_of(comparison))
     console.print(f"\n{speed_up_in_words(comparison)}", highlight=False, soft_wrap=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thinwire.report.runs import Floats
 from thinwire.report.words import BYTES, ONE, SECONDS, Unit, digits, fitting
@@ -19,6 +20,8 @@ from thinwire.report.words import BYTES, ONE, SECONDS, Unit, digits, fitting
 BUCKETS = 400  # of a line with more than twice as many points: the median of each, between its least and its largest
 ROWS = 30  # of the table under a chart
 DIGITS = 5
+
+Gaps = Sequence[tuple[float, float]]  # from where to where on an axis there is nothing, and lines are interrupted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ def _table(x: Axis, rows: Sequence[Pane | Lane]) -> Table:
     """The same numbers at a few places of the horizontal axis, the last before each where there is none at it."""
     series = [(row, one) for row in rows if isinstance(row, Pane) for one in row.series]
     lanes = [row for row in rows if isinstance(row, Lane)]
-    places = np.unique(np.concatenate([one.x[np.isfinite(one.x)] for _, one in series] or [np.zeros(0)]))
+    places = np.unique(np.concatenate([known(one.x, one.y)[0] for _, one in series] or [np.zeros(0)]))
     places = (
         places[np.unique(np.linspace(0, len(places) - 1, min(ROWS, len(places))).astype(int))]
         if len(places)
@@ -196,14 +199,16 @@ def _value_at(series: Series, place: float, unit: Unit) -> str:
 
 def _name_at(lane: Lane, place: float) -> str:
     i = int(np.searchsorted(lane.starts, place, side="right")) - 1
-    return lane.names[lane.which[i]] if 0 <= i < len(lane.which) else "–"
+    in_a_gap = 0 <= i < len(lane.which) - 1 and place > lane.ends[i]
+    return lane.names[lane.which[i]] if 0 <= i < len(lane.which) and not in_a_gap else "–"
 
 
 # --- axes that many charts have
 
 
-def time_axis(label: str, seconds: float) -> Axis:
-    return Axis(label=label, unit=fitting(SECONDS, seconds, least=5), low=0.0)
+def time_axis(label: str, seconds: float, low: float = 0.0) -> Axis:
+    unit = fitting(SECONDS, seconds, least=5)
+    return Axis(label=label, unit=unit, low=low / unit.size)
 
 
 def bytes_axis(label: str, largest: float) -> Axis:
@@ -219,13 +224,15 @@ def known(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     return x[both], y[both]
 
 
-def summarised(name: str, colour: int, x: Floats, y: Floats, dash: int = 0, buckets: int = BUCKETS) -> Series:
+def summarised(
+    name: str, colour: int, x: Floats, y: Floats, dash: int = 0, buckets: int = BUCKETS, gaps: Gaps = ()
+) -> Series:
     """A line through all points if they are few, else through the median of each bucket, between its extremes."""
     x, y = known(x, y)
     if len(x) <= 2 * buckets:
-        return Series(name=name, colour=colour, dash=dash, x=x, y=y)
-    groups = _bucketed(x, buckets)
-    return Series(
+        return broken(Series(name=name, colour=colour, dash=dash, x=x, y=y), gaps)
+    groups = _bucketed(x, buckets, gaps)
+    drawn = Series(
         name=name,
         colour=colour,
         dash=dash,
@@ -234,44 +241,66 @@ def summarised(name: str, colour: int, x: Floats, y: Floats, dash: int = 0, buck
         low=np.array([y[group].min() for group in groups]),
         high=np.array([y[group].max() for group in groups]),
     )
+    return broken(drawn, gaps)
 
 
-def averaged(x: Floats, columns: Sequence[Floats], buckets: int) -> tuple[Floats, list[Floats]]:
-    """The mean of each bucket, so that what is stacked still adds up."""
+def averaged(x: Floats, columns: Sequence[Floats], buckets: int, gaps: Gaps = ()) -> tuple[Floats, list[Floats]]:
+    """The mean of each bucket, so that what is stacked still adds up; NaN in each gap."""
     complete = np.isfinite(x) & np.all([np.isfinite(column) for column in columns], axis=0)
     x, columns = x[complete], [column[complete] for column in columns]
-    if len(x) <= buckets:
-        return x, list(columns)
-    groups = _bucketed(x, buckets)
-    means = [np.array([column[group].mean() for group in groups]) for column in columns]
-    return np.array([x[group].mean() for group in groups]), means
+    if len(x) > buckets:
+        groups = _bucketed(x, buckets, gaps)
+        x, *columns = (np.array([column[group].mean() for group in groups]) for column in (x, *columns))
+    places, met = _met(x, gaps)
+    return np.insert(x, places, met.mean(axis=1)), [np.insert(column, places, np.nan) for column in columns]
 
 
-def held(name: str, colour: int, x: Floats, y: Floats, end: float, thick: bool = False) -> Series:
-    """A line of what holds from each `x` until the next, the last until `end`."""
+def held(name: str, colour: int, x: Floats, y: Floats, end: float, thick: bool = False, gaps: Gaps = ()) -> Series:
+    """A line of what holds from each `x` until the next, or until a gap; the last until `end`."""
     x, y = known(x, y)
-    changes = np.flatnonzero(np.append(True, np.diff(y) != 0))[: len(x)]
-    x, y = thinned(x[changes], y[changes])
+    changes = np.append(True, np.diff(y) != 0)[: len(x)]
+    changes[_met(x, gaps)[0]] = True
+    x, y = thinned(x[changes], y[changes], gaps=gaps)
+    places, met = _met(x, gaps)
+    x, y = np.insert(x, places, met[:, 0]), np.insert(y, places, y[places - 1])
     x, y = np.append(x, max(end, x[-1])), np.append(y, y[-1])
-    return Series(name=name, colour=colour, style="step", thick=thick, x=x, y=y)
+    return broken(Series(name=name, colour=colour, style="step", thick=thick, x=x, y=y), gaps)
 
 
-def thinned(x: Floats, y: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floats]:
+def broken(series: Series, gaps: Gaps) -> Series:
+    """The same line, which ends before each gap and begins again after it."""
+    places, met = _met(series.x, gaps)
+    x, y = np.insert(series.x, places, met.mean(axis=1)), np.insert(series.y, places, np.nan)
+    if series.low is None or series.high is None:
+        return replace(series, x=x, y=y)
+    low, high = (np.insert(around, places, np.nan) for around in (series.low, series.high))
+    return replace(series, x=x, y=y, low=low, high=high)
+
+
+def _met(x: Floats, gaps: Gaps) -> tuple[NDArray[np.int64], Floats]:
+    """The gaps with points on both sides, and for each the place of the first point after it."""
+    ends = np.array(gaps, np.float64).reshape(-1, 2)
+    places = np.searchsorted(x, ends[:, 1]).astype(np.int64)
+    inside = (places > 0) & (places < len(x))
+    return places[inside], ends[inside]
+
+
+def thinned(x: Floats, y: Floats, buckets: int = BUCKETS, gaps: Gaps = ()) -> tuple[Floats, Floats]:
     """The first, least, largest and last point of each bucket, in order."""
     if len(x) <= 4 * buckets:
         return x, y
     kept: set[int] = set()
-    for group in _bucketed(x, buckets):
+    for group in _bucketed(x, buckets, gaps):
         first, held = group.start, np.nan_to_num(y[group])
         kept |= {first, first + int(held.argmin()), first + int(held.argmax()), group.stop - 1}
     chosen = sorted(kept)
     return x[chosen], y[chosen]
 
 
-def _bucketed(x: Floats, buckets: int) -> list[slice]:
-    """Stretches of equal width of an ascending axis, without the empty ones."""
-    edges = np.searchsorted(x, np.linspace(x[0], x[-1], buckets + 1)[1:-1])
-    bounds = [0, *edges.tolist(), len(x)]
+def _bucketed(x: Floats, buckets: int, gaps: Gaps = ()) -> list[slice]:
+    """Stretches of equal width of an ascending axis, none across a gap, without the empty ones."""
+    edges = np.sort([*np.linspace(x[0], x[-1], buckets + 1)[1:-1], *(over for _, over in gaps)])
+    bounds = [0, *np.searchsorted(x, edges).tolist(), len(x)]
     return [slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
 
 

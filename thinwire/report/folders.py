@@ -25,6 +25,8 @@ from thinwire.report.reading import (
 from thinwire.report.runs import Comparison, Run, columns
 
 RECORDS, JOB, TRUTH, COMPARE = "records.jsonl", "job.json", "truth.jsonl", "compare.json"
+OUTCOME = "outcome.json"
+LONGEST_MESSAGE, MOST_LOG = 2000, 12  # letters, and lines
 
 
 def load(path: Path) -> Run | Comparison:
@@ -82,6 +84,8 @@ def read_run(path: Path) -> Run:
         raise ReportError(f"there is no run in {path}: {' '.join(run.notes)}")
     if path.is_dir() and intake.taken:
         _read_truth(run, path, intake.begun)
+    if (path / OUTCOME).exists():
+        _read_outcome(run, path / OUTCOME)
     return run
 
 
@@ -109,6 +113,19 @@ def _read_records(run: Run, path: Path) -> Intake:
     if not intake.taken and path.exists():
         run.notes.append(f"Nothing has been recorded in {path.name}.")
     return intake
+
+
+def _read_outcome(run: Run, path: Path) -> None:
+    """How the last start ended, which may have come to no record: where it is told here, that counts."""
+    written = document(path, run.notes)
+    if written is None:
+        return
+    run.how_it_ended, run.message = text(written.get("how")), text(written.get("message"), LONGEST_MESSAGE)
+    log, recorded, seconds = written.get("log"), count(written.get("recorded")), number(written.get("seconds"))
+    run.log = [text(line) for line in log[-MOST_LOG:]] if isinstance(log, list) else []
+    run.ended_at = run.ended_at if seconds is None else seconds
+    if recorded is not None:
+        run.notes.append(f"After step {recorded:,} nothing could be recorded.")
 
 
 def _read_truth(run: Run, folder: Path, begun: list[tuple[float, float]]) -> None:

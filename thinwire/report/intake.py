@@ -34,6 +34,7 @@ class Intake:
         self._consensus: list[tuple[float, ...]] = []
         self._evaluated: list[tuple[float, Mapping[str, Any]]] = []
         self._before, self._last = 0.0, 0.0
+        self._paused_at: float | None = 0.0  # None while somebody trains
         self._takers = {
             "run": self._run,
             "began": self._began,
@@ -52,6 +53,7 @@ class Intake:
         self.taken += 1
         if kind == "run":
             self._before = self._last
+            self._paused_at = self._last if self._paused_at is None else self._paused_at
         self._last = max(self._last, self._before + time)
         if kind in self._takers:
             self._takers[kind](self._last, record)
@@ -65,6 +67,8 @@ class Intake:
         run.quality = "accuracy" if self._evaluates("accuracy") or not self._evaluates("perplexity") else "perplexity"
         run.evaluations = [_evaluation(time, record, run.quality) for time, record in self._evaluated]
         run.method = run.method or _method(run)
+        if run.gaps and self.begun:
+            run.started = _iso(self.begun[0][0])  # its job says when it was last started
 
     def _evaluates(self, quality: str) -> bool:
         return any(number(record.get(quality)) is not None for _, record in self._evaluated)
@@ -93,6 +97,9 @@ class Intake:
         self._forget_from(or_nan(record.get("step")))
         run.how_it_ended, run.message, run.ended_at = "", "", math.nan
         run.clock.append((time, number(record.get("trained_seconds")) or 0.0))
+        if self._paused_at is not None:
+            run.pauses.append((self._paused_at, time))
+            self._paused_at = None
         run.hosts = count(record.get("hosts")) or run.hosts
         run.parameters = count(record.get("parameters")) or run.parameters
         layers = record.get("layers")
@@ -111,7 +118,7 @@ class Intake:
         self._evaluated = [(at, record) for at, record in self._evaluated if not or_nan(record.get("step")) > step]
 
     def _step(self, time: float, record: Mapping[str, Any]) -> None:
-        plan = _plan(record.get("plan"))
+        plan = PlanName.read(record.get("plan"))
         self._rows.append((time, *(or_nan(record.get(name)) for name in OF_STEP[1:])))
         self._plan_of_step.append(self._plans.setdefault(plan, len(self._plans)))
 
@@ -134,8 +141,8 @@ class Intake:
                 time=time,
                 step=count(record.get("step")) or 0,
                 trigger=text(record.get("trigger")),
-                plan=_plan(record.get("plan")),
-                before=_plan(record.get("before")),
+                plan=PlanName.read(record.get("plan")),
+                before=PlanName.read(record.get("before")),
                 seconds=or_nan(record.get("seconds")),
                 alpha=or_nan(record.get("alpha")),
                 beta=or_nan(record.get("beta")),
@@ -146,21 +153,15 @@ class Intake:
     def _ended(self, time: float, record: Mapping[str, Any]) -> None:
         self.run.how_it_ended, self.run.message = text(record.get("how")), text(record.get("message"))
         self.run.ended_at = or_nan(record.get("seconds"))
+        if math.isfinite(self.run.ended_at):
+            self.run.clock.append((time, self.run.ended_at))
 
 
 def _candidates(listed: list[Any]) -> Iterable[Candidate]:
     for entry in listed:
         if isinstance(entry, dict):
             numbers = (or_nan(entry.get(name)) for name in ("seconds", "gain", "cost"))
-            yield Candidate(_plan(entry.get("plan")), *numbers)
-
-
-def _plan(value: Any) -> PlanName:
-    if not isinstance(value, dict):
-        return PlanName(text(value) or "unknown", "", None)
-    ratio = value.get("ratio")
-    shown = text(ratio) if isinstance(ratio, str) else number(ratio)
-    return PlanName(text(value.get("exchange")) or "unknown", text(value.get("collective")), shown)
+            yield Candidate(PlanName.read(entry.get("plan")), *numbers)
 
 
 def _evaluation(time: float, record: Mapping[str, Any], quality: str) -> Evaluation:

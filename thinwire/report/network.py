@@ -23,19 +23,24 @@ def timeline(run: Run) -> Chart | str:
         return "The network and the plan: the run recorded no steps."
     ratio = _ratio(run)
     rows += [ratio] if ratio is not None else []
-    note = "The network is left out: it was neither shaped by the lab nor measured."
-    if has_network:
-        note = "Truth is what the lab did to the network, the mean over hosts and routes. " if len(run.truth[0]) else ""
-        note += "Under it, the plan that ran on it."
     return panes(
         "network",
         "The network, and the plan that ran on it" if has_network else "The plan",
-        time_axis("time since the start", run.seconds),
+        time_axis("time since the start", run.seconds, run.begun),
         *rows,
-        note=note,
+        note=_note(run, has_network),
         wide=True,
         group="time",
     )
+
+
+def _note(run: Run, has_network: bool) -> str:
+    note = "The network as it was measured, and under it the plan that ran on it."
+    if len(run.truth[0]):
+        note = "Truth is what the lab did to the network, the mean over hosts and routes. Under it, the plan that ran."
+    if not has_network:
+        note = "The network is left out: it was neither shaped by the lab nor measured."
+    return f"{note} Where lines are interrupted, the run was: it ended, and was resumed." if run.gaps else note
 
 
 def _latency(run: Run) -> tuple[Axis, list[Series]]:
@@ -54,6 +59,9 @@ def _rate(run: Run) -> tuple[Axis, list[Series]]:
 
 
 def _truth(run: Run, time: Floats, values: Floats) -> list[Series]:
+    """From when it was trained on; what the network was before that nobody felt."""
+    first = max(int(np.searchsorted(time, run.begun, side="right")) - 1, 0)
+    time, values = np.maximum(time[first:], run.begun), values[first:]
     if not (values > 0).any():
         return []
     return [held("truth", GREY, time, np.where(values > 0, values, np.nan), run.seconds, thick=True)]
@@ -62,7 +70,7 @@ def _truth(run: Run, time: Floats, values: Floats) -> list[Series]:
 def _measured(run: Run, values: Floats) -> list[Series]:
     if not (values > 0).any():
         return []
-    return [summarised("measured", BLUE, run.columns["time"], np.where(values > 0, values, np.nan))]
+    return [summarised("measured", BLUE, run.columns["time"], np.where(values > 0, values, np.nan), gaps=run.gaps)]
 
 
 def _lanes(run: Run) -> list[Pane | Lane]:
@@ -80,21 +88,23 @@ def _lane(run: Run, label: str, name_of_plan: list[str]) -> Lane:
     """A stretch for as long as the name stays the same. Too many to see are looked at in as many places as can be."""
     names = tuple(dict.fromkeys(name_of_plan))
     of_step = np.array([names.index(name) for name in name_of_plan])[run.plan_of_step]
-    time, start = run.columns["time"], run.step_starts[0]
+    time, resumed = run.columns["time"], np.array([over for _, over in run.gaps])
     if np.count_nonzero(np.diff(of_step)) > MOST_STRETCHES:
         places = np.linspace(0, len(time) - 1, MOST_STRETCHES).astype(int)
         time, of_step = time[places], of_step[places]
-    last = np.flatnonzero(np.append(np.diff(of_step) != 0, True))
-    ends = time[last]
-    which = tuple(int(name) for name in of_step[last])
-    return Lane(
-        label=label, names=names, colours=colours(names), starts=np.append(start, ends[:-1]), ends=ends, which=which
-    )
+    part = np.searchsorted(resumed, time)  # how often it had been resumed
+    last = np.flatnonzero(np.append((np.diff(of_step) != 0) | (np.diff(part) > 0), True))
+    ends, which = time[last], tuple(int(name) for name in of_step[last])
+    starts = np.append(run.step_starts[0], ends[:-1])
+    first = np.flatnonzero(np.diff(part[last])) + 1  # after a gap
+    starts[first] = resumed[part[last][first] - 1]
+    return Lane(label=label, names=names, colours=colours(names), starts=starts, ends=ends, which=which)
 
 
 def _ratio(run: Run) -> Pane | None:
     ratios = np.array([plan.ratio if isinstance(plan.ratio, float) else np.nan for plan in run.plans])
     if not (ratios > 0).any():
         return None
-    drawn = held("ratio", VIOLET, run.step_starts, ratios[run.plan_of_step], float(run.columns["time"][-1]))
+    end = float(run.columns["time"][-1])
+    drawn = held("ratio", VIOLET, run.step_starts, ratios[run.plan_of_step], end, gaps=run.gaps)
     return Pane(y=Axis(label="ratio, share of entries sent", unit=PERCENT, log=True), series=(drawn,), height=96)

@@ -42,7 +42,7 @@
     return value.toLocaleString("en", { maximumSignificantDigits: digits });
   }
 
-  const withUnit = (value, unit) => written(value) + (unit ? " " + unit : "");
+  const withUnit = (value, unit) => written(value) + (unit && value !== null ? " " + unit : "");
 
   function niceStep(span, count) {
     const raw = span / Math.max(count, 1);
@@ -148,6 +148,7 @@
     (x, y, r) => `M${x - r},${y - r * 0.4}v${r * 0.8}l${r * 0.6},${r * 0.6}h${r * 0.8}l${r * 0.6},${-r * 0.6}v${-r * 0.8}l${-r * 0.6},${-r * 0.6}h${-r * 0.8}Z`,
   ];
   const mark = (kind, x, y, r) => MARKS[kind % MARKS.length](x, y, r);
+  const isMarked = (series) => series.style === "line" && series.x.length <= 32 && !(series.dash && series.x.length === 2);
   const dashed = (series) => (series.dash ? ` d${series.dash}` : "");
 
   // --- paths
@@ -169,16 +170,28 @@
   }
 
   function areaPath(xs, low, high, across, up) {
-    const there = xs.map((x, i) => `${short(across.at(x))},${short(up.at(high[i]))}`);
-    const back = xs.map((x, i) => `${short(across.at(x))},${short(up.at(low[i]))}`).reverse();
-    return there.length ? `M${there.join("L")}L${back.join("L")}Z` : "";
+    const corner = (values) => (i) => `${short(across.at(xs[i]))},${short(up.at(values[i]))}`;
+    return unbroken(high).map((places) => {
+      const [there, back] = [places.map(corner(high)), places.map(corner(low)).reverse()];
+      return `M${there.join("L")}L${back.join("L")}Z`;
+    }).join("");
+  }
+
+  /** The places of values that follow each other, in lists of as many as there are without one that is not known. */
+  function unbroken(values) {
+    const lists = [[]];
+    values.forEach((value, i) => {
+      if (value !== null) lists[lists.length - 1].push(i);
+      else lists.push([]);
+    });
+    return lists.filter((places) => places.length);
   }
 
   function stacked(pane, hidden) {
     const shown = pane.series.filter((series) => !hidden.has(series.name));
     let under = (shown[0] ? shown[0].x : []).map(() => 0);
     return shown.map((series) => {
-      const over = under.map((value, i) => value + (series.y[i] || 0));
+      const over = under.map((value, i) => (value === null || series.y[i] === null ? null : value + series.y[i]));
       const layer = { series, low: under, high: over };
       under = over;
       return layer;
@@ -285,7 +298,7 @@
     }
     const kind = `stroke s${series.colour}${dashed(series)}${series.thick ? " thick" : ""}`;
     shape("path", { class: kind, d: linePath(series, across, up) }, root);
-    if (series.style === "line" && series.x.length <= 32 && !(series.dash && series.x.length === 2)) {
+    if (isMarked(series)) {
       series.x.forEach((x, i) => {
         if (series.y[i] === null) return;
         shape("path", { class: `dot f${series.colour}`, d: mark(series.colour, short(across.at(x)), short(up.at(series.y[i])), 3.1) }, root);
@@ -313,7 +326,8 @@
     state.chart.panes.forEach((pane, p) => {
       if (pane.kind === "lane") {
         const i = Math.min(Math.max(lastBefore(pane.starts, wanted), 0), pane.which.length - 1);
-        rows.push([pane.colours[pane.which[i]], pane.title, pane.names[pane.which[i]]]);
+        const inGap = i + 1 < pane.which.length && wanted > pane.ends[i];
+        rows.push([inGap ? null : pane.colours[pane.which[i]], pane.title, inGap ? written(null) : pane.names[pane.which[i]]]);
         return;
       }
       let sum = 0;
@@ -324,7 +338,7 @@
         if (series.x.length > 2 && (snapped === null || Math.abs(series.x[i] - wanted) < Math.abs(snapped - wanted)) && series.style !== "step") snapped = series.x[i];
         const label = several ? (pane.series.length > 1 ? `${pane.y.title.split(/[,(]/)[0].trim()}, ${series.name}` : series.name) : series.name;
         rows.push([series.colour, label, withUnit(series.y[i], pane.y.unit)]);
-        sum += series.y[i] || 0;
+        sum = sum === null || series.y[i] === null ? null : sum + series.y[i];
         if (pane.kind !== "stack" && series.y[i] !== null) points.push([series, series.style === "step" ? wanted : series.x[i], series.y[i], state.ups[p]]);
       }
       if (pane.kind === "stack") rows.push([null, "together", withUnit(sum, pane.y.unit)]);
@@ -438,7 +452,7 @@
       shape("path", { class: `cloud f${series.colour}`, d: mark(0, 6, 7, 3) + mark(0, 15, 5, 3) }, picture);
     } else {
       shape("path", { class: `stroke s${series.colour}${dashed(series)}${series.thick ? " thick" : ""}`, d: "M0,6H22" }, picture);
-      if (series.style === "line" && series.x.length <= 32 && series.x.length > 2) {
+      if (isMarked(series)) {
         shape("path", { class: `dot f${series.colour}`, d: mark(series.colour, 11, 6, 3.1) }, picture);
       }
     }

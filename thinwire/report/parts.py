@@ -36,14 +36,24 @@ def hero(run: Run) -> Markup:
     facts += [words.count(run.hosts, "host")] if run.hosts else []
     facts += [words.count(run.parameters, "parameter")] if run.parameters else []
     facts += [f"network {run.settings['network']}"] if run.settings.get("network") else []
+    facts += [f"resumed {_often(len(run.gaps))}"] if run.gaps else []
     return tag(
         "div",
         tag("h1", run.name),
         tag("p", tag("span", ended, class_=f"pill {known}".strip()), " · ".join(filter(None, facts)), class_="sub"),
         tag("p", run.message, class_="sub") if run.message else "",
+        tag("pre", "\n".join(run.log), tabindex=0) if run.log else "",
         tiles(run),
         class_="hero",
     )
+
+
+def _often(times: int) -> str:
+    """
+    >>> _often(1), _often(2), _often(3)
+    ('once', 'twice', '3 times')
+    """
+    return {1: "once", 2: "twice"}.get(times, f"{times} times")
 
 
 def tiles(run: Run) -> Markup:
@@ -67,11 +77,11 @@ def _headline(run: Run) -> Iterable[tuple[str, ...]]:
             f"best {compare.shown_quality(run.quality, best)}",
         )
     if run.num_steps:
-        pause = run.seconds - run.trained_seconds
+        beside = run.untrained_seconds
         yield (
             "training time",
             words.seconds(run.trained_seconds),
-            f"evaluating {words.seconds(pause)}" if pause > 0 else "",
+            f"evaluating, saving {words.seconds(beside)}" if beside > 0 else "",
         )
         measured = run.columns["step_seconds"][np.isfinite(run.columns["step_seconds"])]
         step = f"median {words.seconds(float(np.median(measured)))}" if len(measured) else ""
@@ -165,13 +175,14 @@ def again(runs: Sequence[Run], folder: Path) -> Markup:
         for name, facts in groups.items()
         if any(facts.values())
     ]
-    command = [tag("pre", command) for command in commands] or [
+    command = [tag("pre", command, tabindex=0) for command in commands] or [
         tag("p", "The command was not recorded.", class_="note")
     ]
+    title = "Command of the last start" if any(run.gaps for run in runs) else "Command"
     return tag(
         "section",
         tag("h2", "To run it again"),
-        tag("div", tag("div", tag("h3", "Command"), *command, class_="card wide"), class_="charts"),
+        tag("div", tag("div", tag("h3", title), *command, class_="card wide"), class_="charts"),
         tag("div", *cards, class_="facts spaced"),
         id="again",
     )
@@ -208,7 +219,7 @@ def citing(loaded: Run | Comparison) -> Markup:
         tag("h2", "To cite it"),
         tag(
             "div",
-            tag("details", tag("summary", "BibTeX of the methods used"), tag("pre", cite.bibtex(loaded))),
+            tag("details", tag("summary", "BibTeX of the methods used"), tag("pre", cite.bibtex(loaded), tabindex=0)),
             class_="card",
         ),
         id="cite",

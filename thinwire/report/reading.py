@@ -7,11 +7,12 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 FORMAT = 1  # of job.json and compare.json
 LONGEST_TEXT, LONGEST_COMMAND = 400, 20_000  # letters
+MOST_NUMBERS = 10  # of lines, in a sentence
 LEAST, LARGEST = 1e-30, 1e30  # nothing that is recorded is smaller without being nothing, or larger
 # Control characters, halves of surrogate pairs, and what turns the direction of writing.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -23,12 +24,15 @@ class ReportError(ValueError):
 
 
 def lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines in order; what is wrong with the file is added to `notes`."""
+    """The objects of a file of JSON lines in order; what is wrong with the file is added to `notes`.
+
+    An empty line says nothing, so nothing is lost by passing it over.
+    """
     damaged, ended = list[int](), True
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
-                if line.startswith(_SKIPPED):
+                if line.startswith(_SKIPPED) or not line.strip():
                     continue
                 found = _parsed(line)
                 if isinstance(found, dict):
@@ -42,8 +46,7 @@ def lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}.")
     if damaged:
-        count = "1 line" if len(damaged) == 1 else f"{len(damaged)} lines"
-        notes.append(f"{count} of {path.name} could not be read and {_was(damaged)} left out; see line {damaged[0]}.")
+        notes.append(f"{_numbered(damaged)} of {path.name} could not be read and {_was(damaged)} left out.")
     if not ended:
         notes.append(f"The last line of {path.name} was cut off and is left out: its writer was stopped.")
 
@@ -131,8 +134,26 @@ def count(value: Any) -> int | None:
 
 
 def command(value: Any) -> str:
-    """A list of arguments as it would be typed."""
-    return text(shlex.join(map(str, value)) if isinstance(value, list) else value, LONGEST_COMMAND)
+    """A list of arguments as it would be typed, where Python knows the program by the file that it ran.
+
+    >>> command(["/usr/bin/thinwire", "train", "my net"]), command(["/lib/thinwire/__main__.py", "plan"])
+    ("thinwire train 'my net'", 'thinwire plan')
+    >>> command(["/home/me/mine/__main__.py", "-v"]), command(["train.py"]), command([])
+    ('python -m mine -v', 'train.py', '')
+    """
+    if not isinstance(value, list):
+        return text(value, LONGEST_COMMAND)
+    words = [str(word) for word in value]
+    return text(shlex.join([*_program(*words[:1]), *words[1:]]), LONGEST_COMMAND)
+
+
+def _program(path: str = "") -> list[str]:
+    *_, package, file = ("", "", *PurePath(path).parts)
+    if file == "thinwire" or (package, file) == ("thinwire", "__main__.py"):
+        return ["thinwire"]
+    if package and file == "__main__.py":
+        return ["python", "-m", package]
+    return [path] if path else []
 
 
 def _parsed(written: str) -> Any:
@@ -140,6 +161,18 @@ def _parsed(written: str) -> Any:
         return json.loads(written)
     except (ValueError, RecursionError):
         return None
+
+
+def _numbered(lines: list[int]) -> str:
+    """
+    >>> _numbered([6]), _numbered([6, 7, 9]), _numbered(list(range(1, 100)))
+    ('Line 6', 'Lines 6, 7 and 9', 'Lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 89 more')
+    """
+    if len(lines) == 1:
+        return f"Line {lines[0]}"
+    shown = [str(line) for line in lines[:MOST_NUMBERS]]
+    last = f"{len(lines) - MOST_NUMBERS} more" if len(lines) > MOST_NUMBERS else shown.pop()
+    return f"Lines {', '.join(shown)} and {last}"
 
 
 def _was(counted: list[int]) -> str:

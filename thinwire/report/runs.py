@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.report.reading import LONGEST_TEXT, number, text
+
 Floats = NDArray[np.float64]
 Columns = tuple[Floats, ...]
 
@@ -43,6 +45,14 @@ class PlanName(NamedTuple):
     exchange: str
     collective: str
     ratio: float | str | None
+
+    @staticmethod
+    def read(value: Any, longest: int = LONGEST_TEXT) -> PlanName:
+        """As a record has it: an object, or a name alone. Its words are cut to `longest` letters."""
+        fields = value if isinstance(value, dict) else {"exchange": value}
+        exchange, collective = (text(fields.get(name), longest) for name in ("exchange", "collective"))
+        ratio = fields.get("ratio")
+        return PlanName(exchange or "unknown", collective, text(ratio) if isinstance(ratio, str) else number(ratio))
 
     def __str__(self) -> str:
         over = f" over {self.collective}" if self.collective else ""
@@ -93,9 +103,11 @@ class Run:
         losses: time, step and training loss.
         consensus: time and distance.
         truth: time, latency and bytes per second of the lab's network, at each change.
-        clock: times, and the training time at each; the training's clock stands still while it evaluates.
+        clock: times, and the training time at each; the training's clock stands still while it evaluates and saves.
+        pauses: from when to when nobody trained: while it was started, and from each end until it had been resumed.
         quality: what an evaluation measures, "accuracy" or "perplexity".
         ended_at: the training time at its end.
+        log: the last lines of a worker that failed and could not say why.
         notes: what is missing or damaged, a sentence each.
     """
 
@@ -118,12 +130,14 @@ class Run:
     consensus: Columns = field(default_factory=lambda: columns([], 2))
     truth: Columns = field(default_factory=lambda: columns([], 3))
     clock: list[tuple[float, float]] = field(default_factory=list)
+    pauses: list[tuple[float, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     quality: str = "accuracy"
     decisions: list[Decision] = field(default_factory=list)
     how_it_ended: str = ""
     ended_at: float = math.nan
     message: str = ""
+    log: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -134,9 +148,23 @@ class Run:
 
     @property
     def step_starts(self) -> Floats:
-        """When each step began: when the one before ended, the first when the training began."""
+        """When each step began: when the one before ended, and the first after a pause when that was over."""
         ends = self.columns["time"]
-        return np.append(self.clock[0][0] if self.clock else 0.0, ends[:-1])[: len(ends)]
+        starts = np.append(0.0, ends[:-1])[: len(ends)]
+        for _, over in self.pauses:
+            first = int(np.searchsorted(ends, over, side="right"))
+            starts[first : first + 1] = over
+        return starts
+
+    @property
+    def begun(self) -> float:
+        """When the training began."""
+        return self.pauses[0][1] if self.pauses else 0.0
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """From when to when a line over time has nothing to go through: the pauses between two steps."""
+        return self.pauses[1:]
 
     @property
     def seconds(self) -> float:
@@ -149,6 +177,14 @@ class Run:
     def trained_seconds(self) -> float:
         """How long it trained, as it said itself at its end."""
         return self.ended_at if math.isfinite(self.ended_at) else float(self.trained(np.array([self.seconds]))[0])
+
+    @property
+    def untrained_seconds(self) -> float:
+        """How long it evaluated and saved: what of the time was neither a pause nor training."""
+        paused = sum(over - begun for begun, over in self.pauses)
+        begins, ends = (np.array(times) for times in ([o for _, o in self.pauses], [b for b, _ in self.gaps]))
+        trained = self.trained(ends).sum() + self.trained_seconds - self.trained(begins).sum()
+        return max(0.0, self.seconds - paused - float(trained))
 
     def trained(self, times: Floats) -> Floats:
         """The training time at these times. Before the training began it is 0."""

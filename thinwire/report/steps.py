@@ -18,10 +18,10 @@ def predicted(run: Run) -> Chart | str:
     measured, expected = run.columns["step_seconds"], run.columns["predicted_seconds"]
     if not np.isfinite(measured).any():
         return "Step time: the run recorded none."
-    drawn = [summarised("measured", BLUE, run.columns["time"], measured)]
+    drawn = [summarised("measured", BLUE, run.columns["time"], measured, gaps=run.gaps)]
     note = "Nothing was predicted: the plan was fixed."
     if np.isfinite(expected).any():
-        drawn.append(held("predicted", ORANGE, run.step_starts, expected, run.seconds))
+        drawn.append(held("predicted", ORANGE, run.step_starts, expected, run.seconds, gaps=run.gaps))
         off = np.abs(_off(run))
         half, most = (words.share(float(np.quantile(off, part)), 2) for part in (0.5, 0.9))
         note = f"Half of all steps took within {half} of what was predicted, nine of ten within {most}."
@@ -30,7 +30,7 @@ def predicted(run: Run) -> Chart | str:
     return panes(
         "step-time",
         "Step time, predicted and measured" if len(drawn) > 1 else "Step time",
-        time_axis("time since the start", run.seconds),
+        time_axis("time since the start", run.seconds, run.begun),
         Pane(y=Axis(label="step", unit=MILLISECONDS, log=_spread(measured) > 20), series=tuple(drawn)),
         note=note,
         wide=True,
@@ -43,13 +43,13 @@ def parts(run: Run) -> Chart | str:
     parts = [np.maximum(whole - exchange, 0.0), compress, np.maximum(exchange - compress, 0.0)]
     if not np.isfinite(sum(parts, np.zeros(len(whole)))).any():
         return "Parts of a step: the method does not record them."
-    time, means = averaged(run.columns["time"], parts, STACKED)
+    time, means = averaged(run.columns["time"], parts, STACKED, run.gaps)
     named = zip(("compute", "compress", "exchange"), (GREEN, AMBER, BLUE), means, strict=True)
     drawn = tuple(Series(name=name, colour=colour, x=time, y=mean) for name, colour, mean in named)
     return panes(
         "parts",
         "Where a step’s time goes",
-        time_axis("time since the start", run.seconds),
+        time_axis("time since the start", run.seconds, run.begun),
         Pane(y=Axis(label="step", unit=MILLISECONDS, low=0.0), series=drawn, kind="stack"),
         note="The mean of neighbouring steps. What of an exchange the backward pass hides is counted as exchange.",
         group="time",

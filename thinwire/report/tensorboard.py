@@ -92,7 +92,7 @@ class Scalars:
 
     def _bands(self, plan: Any) -> dict[str, float]:
         """A line for every plan so far: 1 while it is the one that runs, else 0."""
-        name = f"plan/{_plan(plan)._replace(ratio=None)}"
+        name = f"plan/{PlanName.read(plan, LONGEST_NAME)._replace(ratio=None)}"
         if name not in self._plans:
             name = name if len(self._plans) < MOST_PLANS else "plan/others"
             self._plans += [name] if name not in self._plans else []
@@ -146,20 +146,13 @@ def _convert(run: Path) -> Path:
 def _of_step(record: Mapping[str, Any]) -> dict[str, Any]:
     latency, inverse_rate = number(record.get("alpha")), number(record.get("beta"))
     return {tag: record.get(name) for tag, name in _NAMES.items()} | {
-        "comm/ratio": _plan(record.get("plan")).ratio,
+        "comm/ratio": PlanName.read(record.get("plan")).ratio,
         "net/latency_ms": None if latency is None else latency / MILLISECONDS.size,
         "net/rate_mbit": 1 / inverse_rate / MEGABITS.size if inverse_rate else None,
     }
 
 
 def _in_words(step: int, decision: Mapping[str, Any]) -> str:
-    plan, before = _plan(decision.get("plan")), _plan(decision.get("before"))
+    plan, before = (PlanName.read(decision.get(name), LONGEST_NAME) for name in ("plan", "before"))
     still = "still " if plan == before else ""
     return f"From step {step} on: {still}{plan}, because {text(decision.get('trigger'))}."
-
-
-def _plan(value: Any) -> PlanName:
-    fields = value if isinstance(value, dict) else {"exchange": value}
-    exchange, collective = (text(fields.get(name), LONGEST_NAME) for name in ("exchange", "collective"))
-    ratio = fields.get("ratio")
-    return PlanName(exchange or "unknown", collective, text(ratio) if isinstance(ratio, str) else number(ratio))

@@ -18,7 +18,7 @@ def per_step(run: Run) -> Chart | str:
     if not (sent > 0).any():
         return "Bytes per step: not recorded." if len(sent) else "Bytes: the run recorded no steps."
     unit = fitting(BYTES, float(np.nanmax([np.nanmax(sent), np.nanmax(dense) if np.isfinite(dense).any() else 0.0])))
-    drawn = [summarised("sent", BLUE, time, np.where(sent > 0, sent, np.nan))]
+    drawn = [summarised("sent", BLUE, time, np.where(sent > 0, sent, np.nan), gaps=run.gaps)]
     if (dense > 0).any():
         x, y = known(time, dense)
         ends = [0, -1] if (y == y[0]).all() else slice(None)
@@ -26,7 +26,7 @@ def per_step(run: Run) -> Chart | str:
     return panes(
         "bytes",
         "Bytes sent per step",
-        time_axis("time since the start", run.seconds),
+        time_axis("time since the start", run.seconds, run.begun),
         Pane(y=Axis(label="by rank 0", unit=unit, log=True), series=tuple(drawn)),
         note=_saved(run),
         group="time",
@@ -73,11 +73,11 @@ def consensus(run: Run) -> Chart | str:
     time, distance = run.consensus
     if not (distance > 0).any():
         return "Consensus distance: recorded only by gossip methods, whose hosts hold models of their own."
-    drawn = summarised("distance", GREEN, time, np.where(distance > 0, distance, np.nan))
+    drawn = summarised("distance", GREEN, time, np.where(distance > 0, distance, np.nan), gaps=run.gaps)
     return panes(
         "consensus",
         "Consensus distance",
-        time_axis("time since the start", run.seconds),
+        time_axis("time since the start", run.seconds, run.begun),
         Pane(y=Axis(label="distance of the hosts’ models from their mean", log=True), series=(drawn,)),
         note="How far the hosts’ models are apart. It should fall, or stay small beside the model.",
         wide=True,
