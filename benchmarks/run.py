@@ -1,4 +1,8 @@
-"""Run the benchmarks and keep what each prints last, a JSON line, in a file that says how it came about."""
+"""Run the benchmarks and keep what each prints last, a JSON line, in a file that says how it came about.
+
+    python benchmarks/run.py            all of them
+    python benchmarks/run.py harm link  only these
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,22 @@ COMMANDS = {
         f"compress-{ratio}": f"bench compress --numel 25557032 --ratio {ratio} --threads 1 --json"
         for ratio in (0.1, 0.01, 0.001)
     },
+    "quantize": "bench quantize --numel 4194304 --json",
     "link": "bench link --json",
+    "harm": "bench harm --json",
     # Needs root, or user namespaces; see docs/lab.md.
     "links-on-a-wire": "lab run --hosts 4 --latency 5ms --rate 100mbit -- python benchmarks/links_on_a_wire.py",
+    "regret": "bench regret --json",
 }
 
 
 def main() -> None:
     RESULTS.mkdir(exist_ok=True)
-    for name, command in COMMANDS.items():
+    wanted = sys.argv[1:] or list(COMMANDS)
+    if unknown := set(wanted) - COMMANDS.keys():
+        sys.exit(f"there is no benchmark {', '.join(sorted(unknown))}. Known are: {', '.join(COMMANDS)}.")
+    for name in wanted:
+        command = COMMANDS[name]
         print(f"thinwire {command}", flush=True)
         words = [sys.executable if word == "python" else word for word in command.split()]
         output = subprocess.run(
