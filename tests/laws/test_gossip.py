@@ -103,8 +103,38 @@ def mean_drift(history: History, nodes: int) -> float:
     ("name", "topology", "nodes"), [case for case in CASES if case[0] in ("dpsgd", "choco", "deepsqueeze")]
 )
 def test_mixing_keeps_the_mean(name: str, topology: str, nodes: int) -> None:
-    """Of dpsgd, choco and deepsqueeze exactly, whatever the compressor does."""
+    """Of dpsgd, choco and deepsqueeze, whatever the compressor does."""
     assert mean_drift(run(name, topology, nodes), nodes) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "compressor", "settings"),
+    [
+        ("dpsgd", "none", {}),
+        ("choco", "int8", {"gamma": 0.8}),
+        ("choco", "sign", {"gamma": 0.4}),
+        ("deepsqueeze", "int8", {"gamma": 0.5}),
+    ],
+)
+def test_the_mean_is_not_carried_away_by_the_rounding_of_float32(
+    name: str, compressor: str, settings: dict[str, Any]
+) -> None:
+    nodes, steps = 3, 1000
+    start = torch.randn(256, generator=torch.Generator().manual_seed(0))
+
+    def program(link: ThreadLink) -> torch.Tensor:
+        method = METHODS[name](link, topology_of("ring", nodes), build(compressor), start, SEED, **settings)
+        x, expected = start.clone(), start.double()
+        noise = torch.Generator().manual_seed(1 + link.rank)
+        for _ in range(steps):
+            before = x.double()
+            x += 1e-3 * torch.randn(256, generator=noise)
+            expected += x.double() - before
+            method.step(x)
+        return x.double() - expected
+
+    drift = torch.stack(ThreadWorld(nodes).run(program)).mean(0)
+    assert drift.norm() / start.norm() < 5e-5
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
