@@ -41,6 +41,17 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@timing
+def test_no_step_waits_for_what_has_to_be_compiled_on_a_machine_that_has_never_run_this(tmp_path: Path) -> None:
+    run = tmp_path / f"run-{time.monotonic_ns()}"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / f"{run.name}-cache")}
+    words = ["--hosts", "2", "--method", "topk-allgather@0.01", "--steps", "3", "--name", run.name]
+    code, _, err = done("train", "digits", *words, "--out", str(tmp_path), env=env)
+    assert code == 0, err
+    first = next(line for line in lines_of(run) if line["kind"] == "step")
+    assert 0 < first["compress_seconds"] < 0.5
+
+
 # --- train
 
 

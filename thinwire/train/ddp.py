@@ -20,6 +20,7 @@ from thinwire.compress.base import multiply
 from thinwire.control.adaptive import Adaptive
 from thinwire.link.base import Link
 from thinwire.train.layout import plain_name
+from thinwire.train.rehearsal import rehearse
 from thinwire.train.sync import Synchronizer
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -58,6 +59,8 @@ def attach(
         raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
     if model._comm_hooks:
         raise RuntimeError("this model has a communication hook already, and DDP takes only one. Wrap the module anew.")
+    if exchange != "dense":
+        rehearse()
     comm = Synchronizer(
         model.module,
         exchange,

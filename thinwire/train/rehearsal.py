@@ -1,0 +1,51 @@
+"""Before the first step: run what numba compiles on first use, so that no step has to wait for it.
+
+On a machine that has never run thinwire, compiling takes some ten seconds; it is then kept on disk. In a first step it
+would look like compression that takes that long, and a controller would not compress again for a while.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+
+import torch
+from torch import nn
+
+from thinwire.compress.base import has_kernels, multiply
+from thinwire.compress.histogram import Histogram
+from thinwire.link.base import Link
+from thinwire.link.thread import ThreadWorld
+from thinwire.train.sync import Synchronizer
+
+ENTRIES = 1 << 13  # more than are looked at whole
+RATIOS = (0.01, 0.1)  # at which indices are coded in different ways
+STEPS = 2  # the second knows a threshold from the first
+NOTICEABLE_SECONDS = 1.0
+
+log = logging.getLogger("thinwire")
+
+
+@functools.cache
+def rehearse() -> None:
+    """Exchange a small gradient between two threads, in every way that the controller may choose. Once per process."""
+    numbers = torch.ones(ENTRIES)
+    if not has_kernels(numbers):
+        return
+    begin = time.monotonic()
+    Histogram.of(numbers)
+    multiply(numbers, 0.5)
+    ThreadWorld(2).run(_exchange)
+    if time.monotonic() - begin > NOTICEABLE_SECONDS:
+        log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
+
+
+def _exchange(link: Link) -> None:
+    model = nn.Linear(ENTRIES, 1, bias=False)
+    model.weight.grad = torch.linspace(-1, 1, ENTRIES).view(1, -1)
+    for exchange in ("topk-allgather", "star-topk"):
+        for ratio in RATIOS:
+            sync = Synchronizer(model, exchange, ratio=ratio, link=link, broadcast_parameters=False)
+            for _ in range(STEPS):
+                sync.average_gradients()
