@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +184,34 @@ def test_a_topology_for_another_number_of_nodes_is_refused() -> None:
         build(ring, 5)
 
 
+def test_weights_for_a_topology_that_has_its_own_are_refused() -> None:
+    with pytest.raises(TopologyError, match="has its weights already"):
+        build(build("ring", 3), 3, weights=np.full((3, 3), 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("random-regular:2.7", "takes a number of neighbours, as in random-regular:3, got '2.7'"),
+        ("random-regular:inf", "takes a number of neighbours"),
+        ("random-regular:-2", "takes a number of neighbours"),
+        ("ring:5", "ring takes nothing after its name, got '5'"),
+        ("one-peer-exponential:2", "one-peer-exponential takes nothing after its name"),
+        (5, "pairs of ranks .* got 5"),
+        ([(0, 1, 0.5)], "pairs of ranks"),
+        ([(0.5, 1)], "pairs of ranks"),
+        ([0, 1], "pairs of ranks"),
+    ],
+)
+def test_a_graph_that_is_misspelt_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(TopologyError, match=words):
+        build(spec, 6)
+
+
+def test_edges_may_be_numbers_of_numpy() -> None:
+    assert build(np.array([[0, 1], [1, 2]]), 3).edges == [(0, 1), (1, 2)]
+
+
 def test_every_matrix_is_checked_when_several_take_turns() -> None:
     eye, swap = np.eye(2), np.array([[0.5, 0.5], [0.5, 0.5]])
     assert Topology("turns", (eye, swap)).period == 2
@@ -226,3 +255,11 @@ def test_the_command_draws_the_graph(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ask("torus", "--nodes", "9", "--png", str(tmp_path / "torus.png"))
     assert (tmp_path / "torus.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("place", ["nowhere/ring.png", "ring.notapicture"])
+def test_the_command_says_when_it_cannot_draw(tmp_path: Path, place: str) -> None:
+    pytest.importorskip("matplotlib")
+    said = ask("ring", "--png", str(tmp_path / place))
+    assert said.startswith("exit code 2") and "cannot draw into" in said
+    assert "spectrum" not in said and "Traceback" not in said

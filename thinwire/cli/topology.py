@@ -42,12 +42,13 @@ def topology(
         graph = build(name, nodes, seed=seed)
     except TopologyError as error:
         raise typer.BadParameter(str(error)) from None
+    if png is not None:
+        _draw(graph, png)
     console = Console()
     console.print(_neighbours(graph))
     console.print(_spectrum(graph))
     console.print(_compression(graph))
     if png is not None:
-        _draw(graph, png)
         console.print(f"drawn into {png}")
 
 
@@ -135,5 +136,9 @@ def _draw(graph: Topology, path: Path) -> None:
     networkx.draw_networkx(drawing, networkx.circular_layout(drawing), ax=axes, node_color="#d9e6f2")
     axes.set_title(f"{graph.name}, {graph.world_size} nodes, spectral gap {graph.spectral_gap:.3g}")
     axes.axis("off")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot draw into {path}: {error}.") from None
+    finally:
+        pyplot.close(figure)

@@ -7,6 +7,7 @@ and doubly stochastic is what Tang et al. 2018 assume.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -343,6 +344,12 @@ def _number(name: str, given: str, default: float) -> float:
         raise TopologyError(f"{name} takes a number, as in {name}:{default:g}, got {given!r}.") from None
 
 
+def _degree(given: str) -> int:
+    if given and not given.isdecimal():
+        raise TopologyError(f"random-regular takes a number of neighbours, as in random-regular:3, got {given!r}.")
+    return int(given or 3)
+
+
 _GRAPHS: dict[str, Callable[[int, str, int], list[tuple[int, int]]]] = {
     "ring": lambda n, _, seed: ring(n),
     "torus": lambda n, given, seed: torus(*_sides(n, given)),
@@ -350,10 +357,11 @@ _GRAPHS: dict[str, Callable[[int, str, int], list[tuple[int, int]]]] = {
     "exponential": lambda n, _, seed: exponential(n),
     "star": lambda n, _, seed: star(n),
     "complete": lambda n, _, seed: complete(n),
-    "random-regular": lambda n, given, seed: random_regular(n, int(_number("random-regular", given, 3)), seed),
+    "random-regular": lambda n, given, seed: random_regular(n, _degree(given), seed),
     "erdos-renyi": lambda n, given, seed: erdos_renyi(n, _number("erdos-renyi", given, 0.5), seed),
 }
 NAMES = (*_GRAPHS, "one-peer-exponential")
+_TAKE_MORE = ("torus", "random-regular", "erdos-renyi")
 
 
 def build(spec: str | Edges | Topology, nodes: int, *, weights: Array | None = None, seed: int = 0) -> Topology:
@@ -373,6 +381,8 @@ def build(spec: str | Edges | Topology, nodes: int, *, weights: Array | None = N
     if isinstance(spec, Topology):
         if spec.world_size != nodes:
             raise TopologyError(f"this topology is for {spec.world_size} nodes, there are {nodes}.")
+        if weights is not None:
+            raise TopologyError("a Topology has its weights already; give weights with a name or a list of edges.")
         return spec
     topology = _named(spec, nodes, seed) if isinstance(spec, str) else _given(spec, nodes)
     if weights is None:
@@ -392,6 +402,8 @@ def _named(spec: str, nodes: int, seed: int) -> Topology:
     name, _, given = spec.partition(":")
     if name not in NAMES:
         raise TopologyError(f"unknown topology {name!r}. Known are: {', '.join(NAMES)}.")
+    if given and name not in _TAKE_MORE:
+        raise TopologyError(f"{name} takes nothing after its name, got {given!r}.")
     family = None if name == "torus" and given else lambda n: _named(spec, n, seed)
     if name == "one-peer-exponential":
         return Topology(spec, one_peer_exponential(nodes), family)
@@ -399,7 +411,12 @@ def _named(spec: str, nodes: int, seed: int) -> Topology:
 
 
 def _given(edges: Edges, nodes: int) -> Topology:
-    pairs = [(int(i), int(j)) for i, j in edges]
+    try:
+        pairs = [(operator.index(i), operator.index(j)) for i, j in edges]
+    except (TypeError, ValueError):
+        raise TopologyError(
+            f"a topology is a name, a list of pairs of ranks as in [(0, 1), (1, 2)], or a Topology, got {edges!r}."
+        ) from None
     for i, j in pairs:
         if not (0 <= i < nodes and 0 <= j < nodes) or i == j:
             raise TopologyError(f"({i}, {j}) is not an edge between two of {nodes} nodes.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Collection, Mapping
@@ -31,10 +32,11 @@ from thinwire.train.layout import Layout
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 _STEPS_BETWEEN_LOOKS = 100
 _GROWTH = 1.25  # of the gap between neighbours from look to look
 _GAP = 0.1  # of the model
+_SKIPS_IN_A_ROW = 5  # after which it is no accident
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,10 @@ class Gossip:
             raise ValueError(f"unknown method {method!r}. Known are: {', '.join(METHODS)}.")
         if on_failure not in ("raise", "continue"):
             raise ValueError(f"on_failure must be 'raise' or 'continue', got {on_failure!r}.")
-        kind, self.compressor = METHODS[method], compressor_of(compressor)
+        if on_failure == "continue" and not (link == "tcp" or isinstance(link, TcpLink)):
+            raise ValueError(f"on_failure='continue' needs link='tcp', which alone can connect anew, got {link!r}.")
+        _check_names(model, ignore)
+        kind, self.compressor = METHODS[method], _compressor(compressor)
         _warn_of_bias(kind, self.compressor)
         if overlap and not kind.says_early:
             raise ValueError(f"what {method} sends depends on the gradient, so that they cannot overlap.")
@@ -137,6 +142,7 @@ class Gossip:
         if options and not issubclass(kind, Damped):
             raise ValueError(f"{method} has no consensus step size; gamma is for choco, adagossip and deepsqueeze.")
         self._model = model
+        self._optimizer = optimizer
         self._layout = Layout.of((name, p) for name, p in model.named_parameters() if name not in ignore)
         self._on_failure = on_failure
         self._timeout = timeout
@@ -159,6 +165,8 @@ class Gossip:
         self.method.overlap = overlap
         self._ended = math.nan
         self._gap = math.inf
+        self._skips_in_a_row = 0
+        self._told_of_skips = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self.mix()) if mix_on_step else None
 
     @property
@@ -213,13 +221,14 @@ class Gossip:
         )
         self._ended = now
         self._record_step(self.last)
+        self._watch_skips(self.last)
 
     def recompress(self, compressor: str | Compressor) -> None:
         """Compress otherwise from the next message on. Call on all nodes, between the same two steps.
 
         For a network that has changed. adagossip is made for it; choco's gamma is chosen anew if it is "auto".
         """
-        self.compressor = compressor_of(compressor)
+        self.compressor = _compressor(compressor)
         _warn_of_bias(type(self.method), self.compressor)
         self.method.recompress(self.compressor)
 
@@ -281,6 +290,23 @@ class Gossip:
                 stacklevel=4,
             )
 
+    def _watch_skips(self, last: GossipRecord) -> None:
+        """The first is worth a word. Several in a row do not end by themselves if the optimizer remembers the first."""
+        self._skips_in_a_row = self._skips_in_a_row + 1 if last.skipped else 0
+        if last.skipped and not self._told_of_skips:
+            self._told_of_skips = True
+            warnings.warn(
+                f"the optimizer's step {last.step} gave something not finite on rank {self.link.rank} and was taken "
+                "back; `skipped` counts such steps.",
+                stacklevel=4,
+            )
+        if self._skips_in_a_row == _SKIPS_IN_A_ROW:
+            warnings.warn(
+                f"rank {self.link.rank} does not learn: the optimizer's last {_SKIPS_IN_A_ROW} steps gave something "
+                f"not finite and were taken back. {_likely_cause(self._optimizer)}",
+                stacklevel=4,
+            )
+
     # --- looking at all nodes at once
 
     def consensus(self) -> float:
@@ -301,6 +327,7 @@ class Gossip:
         As a context manager it gives every node its own back at the end. Without, training goes on from the mean, and
         the next state_dict has it.
         """
+        self._settle_on_the_mean()
         buffers = [b for b in self._model.buffers() if b.is_floating_point()]
         tensors = [p.detach() for p in self._layout.parameters.values()] + buffers
         own = [tensor.clone() for tensor in tensors]
@@ -330,6 +357,7 @@ class Gossip:
             "rank": self.link.rank,
             "world_size": self.link.world_size,
             "plan": self._plan,
+            "mixing matrix": _digest(self.topology),
             "compressor": str(self.compressor),
             "step": numbers["t"],
             "skipped": numbers["skipped"],
@@ -351,6 +379,12 @@ class Gossip:
                     f"this state has {field} {state.get(field)!r}, this run has {ours!r}: every node keeps a model and "
                     "replicas of its own, so each must load the state that it saved, in a run of the same settings."
                 )
+        W = _digest(self.topology)
+        if state.get("mixing matrix", W) != W:
+            raise ValueError(
+                f"this state was saved with another mixing matrix W (digest {state['mixing matrix']}, here {W}): give "
+                "the same topology and weights as then."
+            )
         tensors = {role: self._from_names(role, state["tensors"].get(role)) for role in self.method.tensors()}
         said = {who: int(digest, 16) for who, digest in state["said"].items()}
         if state["compressor"] != str(self.compressor):  # it was changed on the way
@@ -446,6 +480,7 @@ class Averaged:
     ) -> None:
         for tensor, own in zip(self._tensors, self._own, strict=True):
             tensor.copy_(own)
+        self._gossip._mean = None
 
 
 def _warn_of_bias(kind: type[Method], compressor: Compressor) -> None:
@@ -455,3 +490,36 @@ def _warn_of_bias(kind: type[Method], compressor: Compressor) -> None:
             "the same; choco takes any compressor.",
             stacklevel=3,
         )
+
+
+def _compressor(spec: str | Compressor) -> Compressor:
+    if not isinstance(spec, str | Compressor):
+        raise ValueError(f"a compressor is a name, as in 'int8', or a Compressor, got {spec!r}.")
+    return compressor_of(spec)
+
+
+def _check_names(model: nn.Module, ignore: Collection[str]) -> None:
+    unknown = sorted(set(ignore) - {name for name, _ in model.named_parameters()})
+    if unknown:
+        raise ValueError(f"ignore names what is no parameter of this model: {', '.join(map(repr, unknown))}.")
+
+
+def _digest(topology: Topology) -> str:
+    """Of W, rounded: the same W may be computed otherwise to the last bit on another machine."""
+    rounded = [matrix.astype("<f8").round(9) + 0.0 for matrix in topology.matrices]
+    return hashlib.sha256(b"".join(W.tobytes() for W in rounded)).hexdigest()[:16]
+
+
+def _likely_cause(optimizer: torch.optim.Optimizer) -> str:
+    spoilt = {
+        name
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not torch.isfinite(value).all()
+    }
+    if not spoilt:
+        return "The optimizer's state is finite, so look at the gradients and the learning rate."
+    return (
+        f"The likely cause is the optimizer's state, which is not finite ({', '.join(sorted(spoilt))}) since the first "
+        "of them and spoils all that follow: clear it, and check gradients before optimizer.step()."
+    )
