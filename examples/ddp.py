@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: see below
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,9 +22,10 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     train(arguments.steps, arguments.width)
-    # The model has gone by now, and that matters: if DDP were the last to hold the process group, torch 2.13 would wait
-    # for gloo's threads with the interpreter's lock held, while they may want that lock to drop their last message. The
-    # script would then hang at its end, or abort ("terminate called without an active exception").
+    # This ends gloo's threads, unless somebody still holds the process group: a thread that drops its last message
+    # while the interpreter ends makes torch 2.13 abort ("terminate called without an active exception"). The model
+    # holds it, and has gone by now. So do functions of torch.distributed.nn, as default arguments, if they are imported
+    # when there is a group: DDP would do that, so it is done above.
     dist.destroy_process_group()
 
 

@@ -131,11 +131,8 @@ def test_the_command_line_passes_on_the_exit_code_and_says_what_was_scaled(folde
 
 def test_an_unmodified_ddp_script_runs(folder: Path) -> None:
     command = [sys.executable, "examples/ddp.py", "--steps", "8", "--width", "64"]
-    for _ in range(3):
-        main = cli("run", "--hosts", "2", "--latency", "2ms", "--rate", "100mbit", "--", *command)
-        out, err = main.communicate()
-        if "terminate called without an active exception" not in err:  # by which torch 2.13 may end, all work done
-            break
+    main = cli("run", "--hosts", "2", "--latency", "2ms", "--rate", "100mbit", "--", *command)
+    out, err = main.communicate()
     assert main.returncode == 0, err
     assert "hostname" not in err
     assert out.startswith("[0] 2 hosts") and "ms per step" in out
