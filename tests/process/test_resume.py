@@ -44,6 +44,13 @@ def trained(out: Path) -> Path:
     return out / "run"
 
 
+def test_a_run_without_checkpoints_says_that_it_begins_again(trained: Path) -> None:
+    shutil.rmtree(trained / "checkpoints")
+    code, _, err = done("train", "--resume", str(trained), "--steps", "25")
+    assert code == 0, err
+    assert f"{trained} has no checkpoint that all workers have saved: it begins again at step 0." in err
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "report.html"}
 

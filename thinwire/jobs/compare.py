@@ -297,15 +297,17 @@ def _quality(score: float) -> str:
 
 
 def speed_up_in_words(comparison: Comparison) -> str:
-    """The sentence under the table: how much faster the last method was than the first, or what is left to do."""
+    """The sentence under the table: how much faster than the first method the fastest was, or what is left to do."""
     if comparison.outcome.how == "interrupted":
         return how_to_go_on(comparison)
-    first, last = comparison.rows[0], comparison.rows[-1]
-    if comparison.target is None or last.speed_up is None or last.message or first.message:
-        return f"{last.method} has no speed-up to tell of: the accuracy was not reached."
-    more = "more than " if last.at_least else ""
-    came = f"{last.method} came to {_quality(comparison.target)} in {last.seconds:.1f} s"
-    return f"{came}, {more}{last.speed_up:.1f} times as fast as {first.method}."
+    first, *others = comparison.rows
+    rivals = [row for row in others or [first] if row.speed_up is not None and not row.message]
+    if comparison.target is None or not rivals or first.message:
+        return "There is no speed-up to tell of: the accuracy was not reached."
+    best = max(rivals, key=lambda row: row.speed_up or 0.0)
+    more = "more than " if best.at_least else ""
+    came = f"{best.method} came to {_quality(comparison.target)} in {best.seconds:.1f} s"
+    return f"{came}, {more}{best.speed_up:.1f} times as fast as {first.method}."
 
 
 def how_to_go_on(comparison: Comparison) -> str:

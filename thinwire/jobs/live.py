@@ -48,7 +48,7 @@ def picture(progress: Progress, title: str, place: str) -> RenderableType:
 
 
 def _rows(progress: Progress) -> Iterable[tuple[str, str | Text]]:
-    yield "done", where(progress) if progress.step else "the workers are starting"
+    yield "progress", where(progress) if progress.step else "the workers are starting"
     loss = Text("" if progress.loss is None else f"{progress.loss:.3f}  ")
     yield "loss", loss.append(sparkline(progress.losses, 24), "green") if progress.losses else NOT_YET
     yield "quality", Text(quality(progress) or NOT_YET, "bold green" if progress.reached is not None else "")

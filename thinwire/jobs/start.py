@@ -21,7 +21,7 @@ from thinwire.jobs.job import RECORDS, Job, write_job
 from thinwire.jobs.live import say, view_of
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.own import maker_of
-from thinwire.jobs.resuming import nothing_to_do
+from thinwire.jobs.resuming import newest_step, nothing_to_do
 from thinwire.jobs.team import Interrupts, run_workers
 from thinwire.jobs.words import title_of
 
@@ -102,6 +102,8 @@ def train(job: Job, folder: Path | None, command: Sequence[str], console: Consol
             if folder is not None and (words := nothing_to_do(job, folder)):
                 say(console, words)
                 return Outcome(how="done", message=words), folder
+            if folder is not None and not newest_step(folder, job.hosts):
+                say(console, f"{folder} has no checkpoint that all workers have saved: it begins again at step 0.")
             invite(job, place, console)
             return conduct(job, place, command, console, title_of(job), interrupts), place
     except BaseException:
