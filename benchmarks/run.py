@@ -1,7 +1,7 @@
 """Run the benchmarks and keep what each prints last, a JSON line, in a file that says how it came about.
 
-    python benchmarks/run.py            all of them
-    python benchmarks/run.py harm link  only these
+python benchmarks/run.py            all of them
+python benchmarks/run.py harm link  only these
 """
 
 from __future__ import annotations
