@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire import exchange as exchanges
 from thinwire.collectives import ALL_GATHERS
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.explain import explain
 from thinwire.control.prices import Prices, ways
-from thinwire.exchange import NAMES, TOLD, Exchange, Stopwatch, build, complete
+from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete
 from thinwire.link.base import Link
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
@@ -385,8 +386,8 @@ def _first_plan(
         return complete("dense", 1.0)
     if not isinstance(exchange, str):
         raise TypeError(f"exchange must be a name or an Adaptive, got {type(exchange).__name__}.")
-    if exchange not in NAMES:
-        raise ValueError(f"unknown exchange {exchange!r}. Known are: adaptive, {', '.join(NAMES)}.")
+    if exchange not in exchanges.NAMES:
+        raise ValueError(f"unknown exchange {exchange!r}. Known are: adaptive, {', '.join(exchanges.NAMES)}.")
     if exchange == "dense" and ratio not in (None, 1):
         warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", stacklevel=4)
     default = 1.0 if exchange == "dense" else 0.01
