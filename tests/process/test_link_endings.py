@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.process.launch import LoopbackStore, outcomes, run_ranks
 from tests.process.links import number, others, raised_by, raw_socket, wait_all
 from tests.timing import timing
-from thinwire.link import connection, tcp
+from thinwire.link import connection, failure, tcp
 from thinwire.link.process import ProcessLink
 from thinwire.link.tcp import TcpLink
 from thinwire.types import Moment
@@ -135,7 +135,7 @@ def hear_of_a_loss(rank: int) -> tuple[str, str]:
         result = raised_by(work.wait)
     elif rank == 1:
         link.post(number(), 0).wait()
-        loss = connection.lost(1, 2, "the wire: it is cut")
+        loss = failure.lost(1, 2, "the wire: it is cut")
         link._fail(loss.error, loss.farewell)
         result = raised_by(link.post(number(), 0).wait)
     else:

@@ -20,9 +20,7 @@ from thinwire.errors import PeerLost
 from thinwire.link.arrival import Arrival
 from thinwire.link.backlog import unacknowledged, unsent
 from thinwire.link.base import where
-from thinwire.link.failure import Failure as Failure
 from thinwire.link.failure import cut_off, refused, told
-from thinwire.link.failure import lost as lost
 from thinwire.link.frames import (
     ABORT,
     DATA,

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from thinwire.errors import LinkError, PlanMismatch
 from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Work, check_timeout, where
-from thinwire.link.connection import Connection, Failure
+from thinwire.link.connection import Connection
+from thinwire.link.failure import Failure
 from thinwire.link.frames import ABORT, FRAME_BYTES, GOODBYE, Farewell
 from thinwire.link.meter import QUIET_SECONDS, Meter
 from thinwire.link.rendezvous import connect_mesh
