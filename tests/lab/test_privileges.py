@@ -42,7 +42,7 @@ try:
     with Lab(2, Schedule(name="test", changes=(Change(values=values),))) as lab:
         script = 'id -u; getent hosts 10.77.0.2; exec $0 -c "$1"'
         seen = lab.start(0, ["sh", "-c", script, sys.executable, MTU], stdout=subprocess.PIPE)
-        print(seen.communicate()[0].decode().strip(), sorted(check.round_trips(lab, number=9))[4])
+        print(seen.communicate()[0].decode().strip(), min(check.round_trips(lab, number=25)))
 except errors.LabUnavailable as error:
     print("unavailable:", error)
 '''
@@ -100,10 +100,10 @@ def test_an_ordinary_user_has_a_lab_too(shared: Path) -> None:
     answer = as_nobody(shared, **{namespaces.TUN_VARIABLE: str(shared / "tun")})
     if "user namespaces" in answer:
         pytest.skip(answer)
-    user, address, name, mtu, trip = answer.split()
+    user, address, name, mtu, fastest = answer.split()
     assert int(user) == NOBODY
     assert (address, name, mtu) == ("10.77.0.2", "host-1", "1500")
-    assert float(trip) == pytest.approx(0.01, abs=0.001)
+    assert float(fastest) == pytest.approx(0.01, abs=0.001)  # others may wait for a busy machine
     assert list((shared / "labs").iterdir()) == []
 
 

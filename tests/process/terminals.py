@@ -54,11 +54,12 @@ class Terminal:
         os.write(self._ours, keys)
 
     def expect(self, words: str, seconds: float = 60.0) -> None:
-        """Read until these words were written after what was expected before; fail with all that was."""
-        start = len(self.text)
-        deadline = time.monotonic() + seconds
-        while words not in self.text[start:]:
-            assert self._read(deadline), f"{words!r} did not come: {self.text}"
+        """Read until these words were written after what was read before; fail with all that was."""
+        self._read_until(words, len(self.text), seconds)
+
+    def shows(self, words: str, seconds: float = 60.0) -> None:
+        """Read until these words are among all that was written: a picture may come in pieces."""
+        self._read_until(words, 0, seconds)
 
     def wait(self, seconds: float = 60.0) -> int:
         """Read until the program has ended; give its exit code."""
@@ -66,6 +67,11 @@ class Terminal:
         while self._read(deadline):
             pass
         return self.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _read_until(self, words: str, start: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self.text[start:]:
+            assert self._read(deadline), f"{words!r} did not come: {self.text}"
 
     def _read(self, deadline: float) -> bool:
         if not select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
