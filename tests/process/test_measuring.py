@@ -100,7 +100,7 @@ def test_the_time_for_which_a_probe_lay_with_a_busy_peer_is_left_out() -> None:
 def probe_after_a_wrong_rate(rank: int) -> list[float]:
     link = TcpLink(timeout=20)
     swap(link)
-    link.meter._rate = 1.0  # byte per second: by that, what follows would take days to leave
+    link.meter.rate = 1.0  # byte per second: by that, what follows would take days to leave
     swap(link, 10_000)
     found = trips_to(link, 1 - rank, number=5)
     swap(link)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.link.base import Link
-from thinwire.link.wire import Turn, Wire
+from thinwire.link.wire import Parcel, Turn, Wire
 from thinwire.types import Network
 
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The sends of a round start at once, one after the other; the round ends when all its receives are in.
+    """The sends of a round start at once and share the way out; the round ends when all its receives are in.
 
     Receives are waited for in the order listed. Received pieces are added to the tensor in that order (`add`), or
     replace what is there.
@@ -86,7 +86,9 @@ def _run_round(link: Link, tensor: torch.Tensor, round: Round) -> None:
     pieces = [p for p in round.receives if p.stop > p.start]
     targets = [tensor.new_empty(p.stop - p.start) if round.add else tensor[p.start : p.stop] for p in pieces]
     receives = [link.post(target, p.peer) for target, p in zip(targets, pieces, strict=True)]
-    sends = [link.send(tensor[p.start : p.stop], p.peer) for p in round.sends if p.stop > p.start]
+    if round.sends:
+        link.drain()
+    sends = link.send_together([(tensor[p.start : p.stop], p.peer) for p in round.sends if p.stop > p.start])
     for receive, target, p in zip(receives, targets, pieces, strict=True):
         receive.wait()
         if round.add:
@@ -146,11 +148,12 @@ class _Player:
     def go_on(self, time: float, wire: Wire[int]) -> None:
         self.clock = time
         for leg, round in self._rounds:
+            parcels = []
             for p in round.sends:
                 if p.stop > p.start:
                     self.clock += wire.network.overhead
-                    nbytes = (p.stop - p.start) * leg.itemsize
-                    wire.send(self.rank, p.peer, nbytes, self.clock, self.rank, leg.collective.latencies)
+                    parcels.append(Parcel(p.peer, (p.stop - p.start) * leg.itemsize, self.clock, self.rank))
+            wire.send_together(self.rank, parcels, leg.collective.latencies)
             self._awaited.extend(p.peer for p in round.receives if p.stop > p.start)
             if not self._round_over(wire.network.overhead):
                 return

@@ -36,10 +36,9 @@ class DirectAllGather(Collective):
 
 
 class ScatterBroadcast(Collective):
-    """The root sends every rank a piece, and every rank sends its piece to all: 2 alpha + 2 (N-1)/N M beta at most.
+    """The root sends every rank a piece, and every rank sends its piece to all: 2 alpha + 2 (N-1)/N M beta.
 
-    The scatter + all-gather broadcast of van de Geijn, with both halves direct. The pieces leave the root one after the
-    other, so the second half is under way while the first still runs.
+    The scatter + all-gather broadcast of van de Geijn, with both halves direct.
     """
 
     name = "scatter broadcast"

@@ -203,7 +203,7 @@ class _Layout:
     round comes to). Steps of all legs and ranks lie one after the other in three arrays:
         peer     of a send, its receiver; of a receive, unused
         nbytes   of a send; 0 marks a receive
-        message  of a receive, the step that sends what it waits for
+        message  of a receive, the step that sends what it waits for; of a send, how many leave together
     The steps of rank r on leg l begin at starts[l, r] and end at starts[l, r + 1].
     """
 
@@ -245,10 +245,10 @@ class _Layout:
         starts = [len(self._steps)]
         for rank in range(self._world_size):
             for round in leg.rounds(rank, self._world_size):
-                for p in round.sends:
-                    if p.stop > p.start:
-                        under_way[rank, p.peer].append(len(self._steps))
-                        self._steps.append((p.peer, (p.stop - p.start) * leg.itemsize, 0))
+                sends = [p for p in round.sends if p.stop > p.start]
+                for p in sends:
+                    under_way[rank, p.peer].append(len(self._steps))
+                    self._steps.append((p.peer, (p.stop - p.start) * leg.itemsize, len(sends)))
                 for p in round.receives:
                     if p.stop > p.start:
                         receives.append((len(self._steps), p.peer, rank))
@@ -284,6 +284,7 @@ def _play_all(
     sent = np.empty((world_size, most), np.int32)  # the steps of each rank's messages, in order
     first_byte = np.empty((world_size, most))
     arrived = np.empty(peer.shape[0])  # when a send's message was there whole; -1 before
+    last_byte = np.empty(peer.shape[0])  # before which it cannot be
     clock, egress_free, ingress_free = np.empty(world_size), np.empty(world_size), np.empty(world_size)
     coming = np.empty(world_size)  # the first byte of each rank's oldest message under way
     oldest, newest = np.empty(world_size, np.int64), np.empty(world_size, np.int64)
@@ -317,8 +318,9 @@ def _play_all(
                 coming[src] = first_byte[src, oldest[src]] if oldest[src] < newest[src] else np.inf
                 rank = peer[step]
                 ingress_free[rank] = max(time, ingress_free[rank]) + nbytes[step] * beta
-                arrived[step] = ingress_free[rank]
+                arrived[step] = max(ingress_free[rank], last_byte[step])
             step, now, egress, last = at[rank], clock[rank], egress_free[rank], newest[rank]
+            free, together = egress, 0  # when the egress was free for messages that leave together; how many still do
             while True:
                 leg = legs[leg_of[rank]]
                 if step == starts[leg, rank + 1]:
@@ -328,9 +330,14 @@ def _play_all(
                     step = starts[legs[leg_of[rank]], rank]
                 elif nbytes[step] > 0:
                     now += overhead
-                    start = max(now, egress)
-                    egress = start + nbytes[step] * beta
-                    first_byte[rank, last] = start + latencies[leg] * alpha
+                    if together == 0:
+                        free, together = egress, message[step]
+                    together -= 1
+                    start, flight = max(now, free), latencies[leg] * alpha
+                    end = start + message[step] * nbytes[step] * beta
+                    egress = max(egress, end)
+                    first_byte[rank, last] = start + flight
+                    last_byte[step] = end + flight
                     sent[rank, last] = step
                     last += 1
                     step += 1

@@ -13,7 +13,7 @@ from thinwire.errors import LinkError
 from thinwire.gossip.mail import HEADER_BYTES, Mail
 from thinwire.gossip.topology import Topology
 from thinwire.link.base import Link
-from thinwire.link.wire import Turn, Wire
+from thinwire.link.wire import Parcel, Turn, Wire
 from thinwire.types import Moment, Network
 
 
@@ -252,7 +252,7 @@ def exchange_whole(link: Link, topology: Topology, x: torch.Tensor) -> dict[int,
     link.moment = Moment(0, "gossip", "whole models")
     models = {peer: torch.empty_like(x) for peer in topology.sources(link.rank)}
     receives = [link.post(model, peer) for peer, model in models.items()]
-    sends = [link.send(x, peer) for peer in topology.destinations(link.rank)]
+    sends = link.send_together([(x, peer) for peer in topology.destinations(link.rank)])
     for work in (*receives, *sends):
         work.wait()
     return models
@@ -287,9 +287,11 @@ class _Node:
 
     def go_on(self, wire: Wire[tuple[int, int]]) -> None:
         for step in self._steps:
+            parcels = []
             for dst in self._topology.destinations(self.rank, step):
                 self.clock += wire.network.overhead
-                wire.send(self.rank, dst, self._nbytes, self.clock, (self.rank, dst))
+                parcels.append(Parcel(dst, self._nbytes, self.clock, (self.rank, dst)))
+            wire.send_together(self.rank, parcels)
             self._awaited = self._topology.sources(self.rank, step)
             if not self._through(wire.network):
                 return

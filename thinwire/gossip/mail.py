@@ -157,7 +157,7 @@ class Mail:
         for edge in edges:
             self._begin(edge)
         message = self._seal(step)
-        sends = [link.send(message, peer) for peer in self.topology.destinations(here, step)]
+        sends = link.send_together([(message, peer) for peer in self.topology.destinations(here, step)])
         self._under_way = _UnderWay(edges, sends)
 
     def finish(self) -> dict[int, torch.Tensor]:

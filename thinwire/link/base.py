@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,10 +89,18 @@ class Link(ABC):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """Start sending a contiguous tensor. Leave it alone until the work was waited on."""
-        self._check(tensor, dst)
-        self.sent_bytes += tensor.nbytes
-        self.sent_messages += 1
-        return self._send(tensor, dst)
+        return self.send_together([(tensor, dst)])[0]
+
+    def send_together(self, messages: Sequence[tuple[torch.Tensor, int]]) -> list[Work]:
+        """Start sending several tensors, each to a rank of its own. They share the way out of this host evenly."""
+        for tensor, dst in messages:
+            self._check(tensor, dst)
+            self.sent_bytes += tensor.nbytes
+            self.sent_messages += 1
+        return self._send_together(messages)
+
+    def drain(self) -> None:  # noqa: B027 (one that sends in order need not wait)
+        """Let what was sent before leave this host, so that it need not share the way with what comes next."""
 
     def post(self, tensor: torch.Tensor, src: int) -> Work:
         """Receive the next message from `src` into a contiguous tensor; may be called long before it is sent."""
@@ -123,6 +131,9 @@ class Link(ABC):
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """Tell the other ranks that this one failed and why, where the wire can carry that; never raises."""
+
+    def _send_together(self, messages: Sequence[tuple[torch.Tensor, int]]) -> list[Work]:
+        return [self._send(tensor, dst) for tensor, dst in messages]
 
     @abstractmethod
     def _send(self, tensor: torch.Tensor, dst: int) -> Work: ...

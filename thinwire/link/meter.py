@@ -77,7 +77,7 @@ class Meter:
         self._pieces: deque[tuple[float, float, int]] = deque(maxlen=MAX_PIECES)
         self._round_trips: deque[tuple[int, float]] = deque(maxlen=MAX_ROUND_TRIPS)
         self._delayed: deque[tuple[int, float]] = deque(maxlen=MAX_ROUND_TRIPS)
-        self._rate = math.inf  # of the last fast stretch
+        self.rate = math.inf  # of the last fast stretch
         self._received_at = self._sent_until = -math.inf
 
     def note(self, start: float, end: float, nbytes: int) -> None:
@@ -93,7 +93,7 @@ class Meter:
 
     def note_sent(self, at: float, nbytes: int) -> None:
         """The kernel has taken so many bytes. They leave one after the other, as fast as others came in."""
-        self._sent_until = max(self._sent_until, at) + MARGIN * nbytes / self._rate
+        self._sent_until = max(self._sent_until, at) + MARGIN * nbytes / self.rate
 
     def was_receiving(self, at: float) -> bool:
         return self._received_at > at - QUIET_SECONDS
@@ -117,7 +117,7 @@ class Meter:
         found = [part for part in parts if part is not None and part.nbytes > 0]
         found = [part for part in found if part.seconds >= LEAST_SECONDS] or found
         if found:
-            self._rate = max(nbytes / seconds for nbytes, seconds in found)
+            self.rate = max(nbytes / seconds for nbytes, seconds in found)
         return tuple(found)
 
 

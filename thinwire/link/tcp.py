@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.util import Finalize
 
 import torch
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from thinwire.errors import LinkError, PlanMismatch
 from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Work, check_timeout, where
 from thinwire.link.connection import Connection
+from thinwire.link.egress import Egress
 from thinwire.link.failure import Failure
 from thinwire.link.frames import ABORT, FRAME_BYTES, GOODBYE, Farewell
 from thinwire.link.meter import QUIET_SECONDS, Meter
@@ -39,6 +40,7 @@ from thinwire.types import Moment
 CLOSE_SECONDS = 5.0  # close() gives up on a peer that takes no byte for so long
 CLOSE_POLL_SECONDS = 0.002  # between looks at what a peer has taken: nothing wakes us when its last byte is there
 LINGER_SECONDS, LINGER_POLL_SECONDS = 0.05, 0.005  # after a message, for probes that nobody has woken us for
+DRAIN_POLL_SECONDS = 0.0003
 PROBING_SECONDS = 0.2  # for which a probe waits for a moment at which nothing else is on its way
 
 
@@ -77,6 +79,7 @@ class TcpLink(Link):
         self._connections = {
             peer: Connection(self, peer, sock, mesh.run_id) for peer, sock in sorted(mesh.sockets.items())
         }
+        self._egress = Egress(mesh.sockets)
         self._selector = selectors.DefaultSelector()
         self._alarm, self._waker = socket.socketpair()
         self._alarm.setblocking(False)
@@ -92,6 +95,21 @@ class TcpLink(Link):
 
     def now(self) -> float:
         return time.monotonic()
+
+    def drain(self) -> None:
+        """No longer than it should take at the rate that was last seen."""
+        connections = self._connections.values()
+        while (
+            self.failure is None
+            and self.meter.was_sending(time.monotonic())
+            and any(connection.has_unsent() for connection in connections)
+        ):
+            time.sleep(DRAIN_POLL_SECONDS)
+
+    def _send_together(self, messages: Sequence[tuple[torch.Tensor, int]]) -> list[Work]:
+        nbytes = sum(tensor.nbytes for tensor, _ in messages)
+        self._egress.share([dst for _, dst in messages], nbytes, self.moment.step)
+        return super()._send_together(messages)
 
     def _send(self, tensor: torch.Tensor, dst: int) -> Work:
         if self.failure is not None:
@@ -136,7 +154,10 @@ class TcpLink(Link):
     def read_out(self) -> Reading:
         probe_bytes = self.probe_bytes
         since, self._probe_bytes_read = probe_bytes - self._probe_bytes_read, probe_bytes
-        return Reading(self.meter.round_trips(), self.meter.stretches(), since, self.meter.delayed())
+        reading = Reading(self.meter.round_trips(), self.meter.stretches(), since, self.meter.delayed())
+        if reading.stretches:
+            self._egress.note_rate(self.meter.rate)
+        return reading
 
     @property
     def probe_bytes(self) -> int:

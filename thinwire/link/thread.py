@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from thinwire.link.base import Done, Link, Reading, Stretch, Work, check_message
-from thinwire.link.wire import Arrival, Turn, Wire
+from thinwire.link.wire import Arrival, Parcel, Turn, Wire
 from thinwire.types import Moment, Network
 
 T = TypeVar("T")
@@ -156,12 +156,18 @@ class ThreadLink(Link):
             (Stretch(_MUCH, _MUCH * network.beta),) if network.beta > 0 and peers else (),
         )
 
+    def _send_together(self, messages: Sequence[tuple[torch.Tensor, int]]) -> list[Work]:
+        self.world.wire.send_together(self.rank, [self._parcel(tensor, dst) for tensor, dst in messages])
+        return [Done() for _ in messages]
+
     def _send(self, tensor: torch.Tensor, dst: int) -> Work:
+        return self._send_together([(tensor, dst)])[0]
+
+    def _parcel(self, tensor: torch.Tensor, dst: int) -> Parcel[_Message]:
         message = self.world.channel(self.rank, dst).for_send()
         message.data, message.moment = tensor.detach().clone(), self.moment
         self.clock += self.world.wire.network.overhead
-        self.world.wire.send(self.rank, dst, tensor.nbytes, self.clock, message)
-        return Done()
+        return Parcel(dst, tensor.nbytes, self.clock, message)
 
     def _post(self, tensor: torch.Tensor, src: int) -> Work:
         return _Receive(self, tensor, src, self.moment, self.world.channel(src, self.rank).for_post())

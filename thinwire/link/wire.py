@@ -7,6 +7,9 @@ A message of b bytes that a host sends at time t
 Bytes are handed through as they come (cut-through), so an idle path takes alpha + b beta. A host sends its messages in
 order, and takes messages in the order in which their first bytes come, the lowest sender first when they come together.
 
+Of k messages that it sends together each has a k-th of the egress, which is how TCP shares a line, and how a `TcpLink`
+paces them: each takes k b beta to leave, and has not arrived before its last byte has left and flown for alpha.
+
 A host's processor is busy for `overhead` seconds before it hands a message to its egress, and for as long again once it
 takes up a message that has arrived. The wire knows nothing of that: whoever runs a rank moves that rank's clock.
 """
@@ -14,6 +17,7 @@ takes up a message that has arrived. The wire knows nothing of that: whoever run
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from thinwire.types import Network
@@ -34,6 +38,24 @@ class Arrival(NamedTuple, Generic[M]):
     message: M
 
 
+class Parcel(NamedTuple, Generic[M]):
+    """A message that is to leave at `time`."""
+
+    dst: int
+    nbytes: int
+    time: float
+    message: M
+
+
+class _Coming(NamedTuple, Generic[M]):
+    """What `rank` will see: its turn, or a message whose last byte comes no earlier than that."""
+
+    rank: int
+    nbytes: int = 0
+    last_byte: float = 0.0
+    message: M | None = None
+
+
 class Wire(Generic[M]):
     """Every host's egress and ingress, and what happens next on them.
 
@@ -45,30 +67,37 @@ class Wire(Generic[M]):
         self.network = network
         self._egress_free = [0.0] * world_size
         self._ingress_free = [0.0] * world_size
-        self._coming: list[tuple[float, int, int, int, int, int, M | None]] = []
+        self._coming: list[tuple[float, int, int, int, _Coming[M]]] = []
         self._order = 0
 
     def turn(self, rank: int, time: float) -> None:
         """Let `rank` go on at `time`."""
-        self._push(time, 0, rank, rank, 0, None)
+        self._push(time, rank, _Coming(rank))
 
     def send(self, src: int, dst: int, nbytes: int, time: float, message: M, latencies: int = 1) -> None:
         """Send at `time`; the first byte takes so many latencies."""
-        start = max(time, self._egress_free[src])
-        self._egress_free[src] = start + nbytes * self.network.beta
-        self._push(start + latencies * self.network.alpha, 1, src, dst, nbytes, message)
+        self.send_together(src, [Parcel(dst, nbytes, time, message)], latencies)
+
+    def send_together(self, src: int, parcels: Sequence[Parcel[M]], latencies: int = 1) -> None:
+        """Send several messages which share the egress evenly."""
+        free, flight = self._egress_free[src], latencies * self.network.alpha
+        for parcel in parcels:
+            start = max(parcel.time, free)
+            end = start + len(parcels) * parcel.nbytes * self.network.beta
+            self._egress_free[src] = max(self._egress_free[src], end)
+            self._push(start + flight, src, _Coming(parcel.dst, parcel.nbytes, end + flight, parcel.message))
 
     def next(self) -> tuple[float, Turn | Arrival[M]] | None:
         """The next event and its time; for an arrival, the time of the message's last byte. None when all is quiet."""
         if not self._coming:
             return None
-        time, is_message, _, _, rank, nbytes, message = heapq.heappop(self._coming)
+        time, is_message, _, _, coming = heapq.heappop(self._coming)
         if not is_message:
-            return time, Turn(rank)
-        done = max(time, self._ingress_free[rank]) + nbytes * self.network.beta
-        self._ingress_free[rank] = done
-        return done, Arrival(rank, cast(M, message))
+            return time, Turn(coming.rank)
+        taken = max(time, self._ingress_free[coming.rank]) + coming.nbytes * self.network.beta
+        self._ingress_free[coming.rank] = taken
+        return max(taken, coming.last_byte), Arrival(coming.rank, cast(M, coming.message))
 
-    def _push(self, time: float, is_message: int, src: int, rank: int, nbytes: int, message: M | None) -> None:
-        heapq.heappush(self._coming, (time, is_message, src, self._order, rank, nbytes, message))
+    def _push(self, time: float, src: int, coming: _Coming[M]) -> None:
+        heapq.heappush(self._coming, (time, coming.message is not None, src, self._order, coming))
         self._order += 1

@@ -1,0 +1,132 @@
+"""What each connection of a link may send, as the kernel is asked; here by sockets that only note it."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+
+from thinwire.link.egress import BURST_BYTES, FASTER, LOOK, LOOK_EVERY, LOOK_STEPS, MORE, REMEMBERED, Egress
+
+MUCH = 10 * BURST_BYTES
+USUAL = LOOK_STEPS  # a step that does not look whether more comes through
+RATE = 1e6
+
+
+class Asked:
+    """A socket with a peer that remembers the rate it was last asked to keep to."""
+
+    def __init__(self, host: str = "10.77.0.2", refuses: bool = False) -> None:
+        self.host, self.refuses = host, refuses
+        self.rates: list[float] = []
+
+    def getpeername(self) -> tuple[str, int]:
+        return self.host, 1
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        if self.refuses:
+            raise OSError("not here")
+        (rate,) = struct.unpack("=Q", value)
+        self.rates.append(math.inf if rate == 2**60 else rate)
+
+
+def an_egress(*sockets: Asked) -> Egress:
+    return Egress(dict(enumerate(sockets)))  # type: ignore[arg-type]
+
+
+def test_no_connection_is_paced_before_a_rate_is_known() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.share([0, 1], MUCH, USUAL)
+    assert [socket.rates for socket in sockets] == [[], []]
+
+
+def test_nor_while_only_one_message_or_a_few_small_ones_are_sent_at_a_time() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    egress.share([0], MUCH, USUAL)
+    egress.share([0, 1], BURST_BYTES, USUAL)
+    assert [socket.rates for socket in sockets] == [[], []]
+
+
+def test_several_messages_get_equal_shares_of_what_came_in() -> None:
+    sockets = Asked(), Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    egress.share([0, 2], MUCH, USUAL)
+    assert sockets[0].rates[-1] == sockets[2].rates[-1] == int(MORE * RATE / 2)
+    assert sockets[1].rates == []
+
+
+def test_one_message_alone_and_a_few_small_ones_go_freely_again_after_that() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    for peers, nbytes in (([0], MUCH), ([0, 1], BURST_BYTES)):
+        egress.share([0, 1], MUCH, USUAL)
+        assert sockets[0].rates[-1] < math.inf
+        egress.share(peers, nbytes, USUAL)
+        assert sockets[0].rates[-1] == math.inf
+
+
+def test_the_kernel_is_asked_only_for_what_is_new() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    for _ in range(5):
+        egress.share([0, 1], MUCH, USUAL)
+    assert len(sockets[0].rates) == 1
+
+
+def test_a_process_that_was_not_let_run_does_not_narrow_the_way() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    egress.note_rate(RATE / 10)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] == int(MORE * RATE / 2)
+
+
+def test_a_line_that_has_become_slower_is_followed() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    for _ in range(REMEMBERED):
+        egress.note_rate(RATE / 10)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] == int(MORE * RATE / 20)
+
+
+def test_some_steps_of_every_few_let_go_of_more() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    looking = []
+    for step in range(2 * LOOK_EVERY):
+        egress.share([0, 1], MUCH, step)
+        looking.append(sockets[0].rates[-1] == int(LOOK * RATE / 2))
+    assert looking == 2 * ([True] * LOOK_STEPS + [False] * (LOOK_EVERY - LOOK_STEPS))
+
+
+def test_when_more_comes_in_than_before_all_goes_freely_until_it_is_known_how_much() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note_rate(RATE)
+    egress.share([0, 1], MUCH, USUAL)
+    egress.note_rate(1.01 * FASTER * RATE)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] == math.inf
+    egress.note_rate(25 * RATE)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] == int(MORE * 25 * RATE / 2)
+
+
+@pytest.mark.parametrize("sock", [Asked("127.0.0.1"), Asked("::1"), Asked(refuses=True)])
+def test_within_a_host_and_where_the_kernel_cannot_pace_nothing_happens(sock: Asked) -> None:
+    other = Asked("fe80::1%wire0")
+    egress = an_egress(sock, other)
+    egress.note_rate(RATE)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sock.rates == [] and len(other.rates) == 1
