@@ -101,9 +101,9 @@ def test_a_terminal_shows_everything_that_a_person_asks(tmp_path: Path) -> None:
             "step 0: the network was measured",
         ):
             terminal.shows(words)
-        write(tmp_path, [a_decision(150, "rate went from 40 to 4 Mbit/s", OTHER), *some_steps(141, 160, OTHER)])
+        write(tmp_path, [a_decision(150, "rate went from 40 Mbit/s to 4 Mbit/s", OTHER), *some_steps(141, 160, OTHER)])
         terminal.expect("star-topk over tree at 0.1 (10x), since step 141")
-        terminal.shows("step 150: rate went from 40 to 4 Mbit/s")
+        terminal.shows("step 150: rate went from 40 Mbit/s to 4 Mbit/s")
         (tmp_path / "stop").touch()
         assert terminal.wait() == 0
 
@@ -174,13 +174,16 @@ def test_words_that_look_like_markup_are_shown_as_they_are() -> None:
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     write(tmp_path, [BEGAN, a_decision(0, "the network was measured"), *some_steps(0, 50)])
-    write(tmp_path, [a_decision(50, "rate went from 40 to 4 Mbit/s", OTHER), *some_steps(50, 141, OTHER), EVALUATED])
+    write(
+        tmp_path,
+        [a_decision(50, "rate went from 40 Mbit/s to 4 Mbit/s", OTHER), *some_steps(50, 141, OTHER), EVALUATED],
+    )
     (tmp_path / "stop").touch()
     done = subprocess.run(player(tmp_path), capture_output=True, text=True, check=True)
     assert "\x1b" not in done.stderr
     lines = done.stderr.splitlines()
     assert lines[1] == "from step 0 on: topk-allgather over direct at 0.014 (71.4x), because the network was measured"
-    assert lines[2] == "from step 50 on: star-topk over tree at 0.1 (10x), because rate went from 40 to 4 Mbit/s"
+    assert lines[2] == "from step 50 on: star-topk over tree at 0.1 (10x), because rate went from 40 Mbit/s to 4 Mbit/s"
     assert (
         lines[3].startswith("step 141 of 200, epoch 12.8, 0:07, about 0:02 left; loss 0.287")
         and "accuracy 91.2%" in lines[3]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from thinwire.control.agreement import BETAS, START, off
 from thinwire.control.prices import Prices, ways
-from thinwire.control.view import ANOTHER, HELD_BACK, NOTICEABLE, Seen, View, way_of
+from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, NOTICEABLE, Seen, View, way_of
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan, Told
 
@@ -42,26 +43,46 @@ def after_steps(view: View, plan: Plan, number: int, extra: float, truth: Networ
     return view
 
 
-def extra_of(view: View, plan: Plan) -> float:
-    return view.extra_of(way_of(plan), PRICES)
+def extra_of(view: View, plan: Plan, runs: Plan | None = None) -> float:
+    """While that runs, or the plan itself."""
+    way = way_of(plan)
+    expected = np.array([REST + PRICES.seconds(way, plan.ratio, HERE)])
+    return float(view.extra_of(way, way_of(runs or plan), expected)[0])
 
 
-def test_a_way_that_has_not_run_is_given_the_least_that_was_seen_for_each_of_its_messages() -> None:
-    view = after_steps(begun(), DIRECT, 10, extra=0.02)
+def test_a_way_that_has_not_run_is_held_to_take_as_much_beyond_its_price_as_the_one_that_runs() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
     view = after_steps(view, RING, 10, extra=0.006)
     star = complete("star-topk", 0.01, "ring")
-    each = 0.006 / PRICES.messages(way_of(RING))
-    assert extra_of(view, DIRECT) == pytest.approx(0.02) and extra_of(view, RING) == pytest.approx(0.006)
-    assert extra_of(view, star) == pytest.approx(each * PRICES.messages(way_of(star)))
-    assert extra_of(view, star) > 0.012
+    assert extra_of(view, DIRECT) == pytest.approx(0.002) and extra_of(view, RING) == pytest.approx(0.006)
+    assert extra_of(view, star, runs=RING) == pytest.approx(0.006)
+    assert extra_of(view, star, runs=DIRECT) == pytest.approx(0.002)
+
+
+def test_what_two_ways_took_beyond_their_prices_does_not_decide_between_them_while_they_are_close() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+    view = after_steps(view, RING, 10, extra=0.012)
+    assert extra_of(view, DIRECT, runs=RING) == extra_of(view, RING) == pytest.approx(0.012)
+
+
+def test_but_a_way_that_was_seen_to_take_far_longer_is_not_taken_for_as_fast_as_its_price() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.3)
+    view = after_steps(view, RING, 10, extra=0.006)
+    doubt = DOUBT * (REST + PRICES.seconds(way_of(DIRECT), DIRECT.ratio, HERE))
+    assert extra_of(view, DIRECT, runs=RING) == pytest.approx(0.3 - doubt)
+
+
+def test_nor_is_every_other_way_held_to_be_as_slow_as_one_that_is_out_of_proportion() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.3)
+    doubt = DOUBT * (REST + PRICES.seconds(way_of(RING), RING.ratio, HERE))
+    assert extra_of(view, RING, runs=DIRECT) == pytest.approx(doubt) and doubt < 0.1
 
 
 def test_what_a_way_took_on_another_network_is_no_reason_not_to_try_it_again() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.3)
     view = after_steps(view, RING, 10, extra=0.005)
     view = after_steps(view, RING, 10, extra=0.006, truth=replace(HERE, beta=HERE.beta * 2 * ANOTHER))
-    assert extra_of(view, DIRECT) == pytest.approx(0.005)
-    assert extra_of(view, RING) == pytest.approx(0.006, rel=0.1)
+    assert extra_of(view, DIRECT, runs=RING) == extra_of(view, RING) == pytest.approx(0.006, rel=0.1)
 
 
 def test_a_network_that_is_nearly_the_same_leaves_all_that_was_learned() -> None:

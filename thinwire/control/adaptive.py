@@ -190,7 +190,7 @@ class Adaptive:
         trigger = self._trigger(view, standing, step, prices)
         if trigger is None or view.network is None:
             return None
-        judged = list(self._all_judged(self._ratios(step), view, view.network, prices))
+        judged = list(self._all_judged(self._ratios(step), standing.plan, view, view.network, prices))
         candidates = sorted(self._candidates(judged), key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else candidates[0]
         chosen = self._choose(best, standing, self.judge(standing.plan, view, view.network, prices))
@@ -249,7 +249,7 @@ class Adaptive:
         if _changed(standing.alpha, view.network.alpha, self.change):
             return f"latency went from {standing.alpha * 1e3:.3g} to {view.network.alpha * 1e3:.3g} ms"
         if _changed(standing.beta, view.network.beta, self.change):
-            return f"rate went from {8e-6 / standing.beta:.3g} to {8e-6 / view.network.beta:.3g} Mbit/s"
+            return f"rate went from {rate_of(standing.beta)} to {rate_of(view.network.beta)}"
         now = self.judge(standing.plan, view, view.network, prices)
         if now.gain < self._least_gain(standing.plan.exchange):
             return f"gain would fall to {now.gain:.2g}, under the least allowed"
@@ -269,7 +269,7 @@ class Adaptive:
         """One plan by the present view."""
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
-        return self._judged(way, ratios, price, self._learning(way, ratios, view), view, prices).at(0)
+        return self._judged(way, ratios, price, self._learning(way, ratios, view), way, view, prices).at(0)
 
     def _candidates(self, judged: Iterable[_Judged]) -> Iterator[Candidate]:
         """Every way at the ratio at which it is best, of those that send enough; dense always does."""
@@ -278,28 +278,38 @@ class Adaptive:
             if safe.any():
                 yield each.at(int(np.where(safe, each.costs, np.inf).argmin()))
 
-    def _all_judged(self, ratios: Floats, view: View, network: Network, prices: Prices) -> Iterator[_Judged]:
-        """The ways that may be chosen, at all ratios; dense at its own.
+    def _all_judged(
+        self, ratios: Floats, plan: Plan, view: View, network: Network, prices: Prices
+    ) -> Iterator[_Judged]:
+        """The ways that may be chosen while `plan` is in force, at all ratios; dense at its own.
 
         Prices are nearly straight lines between neighbours of a few ratios, so only those are worked out.
         """
         few = np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS) if len(ratios) > 1 else ratios
-        learning = {}
+        learning, runs = {}, way_of(plan)
         for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
             if way.exchange == "dense":
                 whole = np.array([1.0])
-                yield self._judged(way, whole, row[-1:], (whole, whole), view, prices)
+                yield self._judged(way, whole, row[-1:], (whole, whole), runs, view, prices)
             elif way.exchange in self.exchanges:
                 if way.exchange not in learning:
                     learning[way.exchange] = self._learning(way, ratios, view)
                 price = np.interp(ratios, few, row)
-                yield self._judged(way, ratios, price, learning[way.exchange], view, prices)
+                yield self._judged(way, ratios, price, learning[way.exchange], runs, view, prices)
 
     def _judged(
-        self, way: Way, ratios: Floats, price: Floats, learning: tuple[Floats, Floats], view: View, prices: Prices
+        self,
+        way: Way,
+        ratios: Floats,
+        price: Floats,
+        learning: tuple[Floats, Floats],
+        runs: Way,
+        view: View,
+        prices: Prices,
     ) -> _Judged:
-        computing = self._computing(way, ratios, view, prices)
-        seconds = view.rest_seconds + np.maximum(price + computing + view.extra_of(way, prices), 0.0)
+        expected = price + self._computing(way, ratios, view, prices)
+        extra = view.extra_of(way, runs, view.rest_seconds + expected)
+        seconds = view.rest_seconds + np.maximum(expected + extra, 0.0)
         return _Judged(way, ratios, seconds, *learning)
 
     def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:
@@ -371,6 +381,16 @@ def two_digit_ratios(low: float, high: float) -> Floats:
     decades = range(math.floor(math.log10(low)), 1)
     between = (float(f"{digits}e{decade - 1}") for decade in decades for digits in range(10, 100))
     return np.array(sorted({low, high} | {ratio for ratio in between if low < ratio < high}))
+
+
+def rate_of(beta: float) -> str:
+    """Seconds per byte as people say it.
+
+    >>> rate_of(8e-8), rate_of(1e-9)
+    ('100 Mbit/s', '8 Gbit/s')
+    """
+    mbit = 8e-6 / beta
+    return f"{mbit:.3g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:.3g} Gbit/s"
 
 
 def _by_cost(candidate: Candidate) -> tuple[float, str]:

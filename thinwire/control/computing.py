@@ -1,7 +1,8 @@
 """What an exchange costs this rank in computing: choosing, coding, adding up.
 
 A model of passes over memory, in nanoseconds per entry on the machine of docs/design.md; the factor by which another
-machine differs is measured while it runs (control/view.py).
+machine differs is measured while it runs (control/view.py). An entry that is added to a large array misses the cache,
+all the more where hosts share it: ADDED is that of four hosts on two cores.
     dense           n d
     over all-gather n (a + b ratio + N e ratio)     everyone's entries are decoded and added by everyone
     STAR, VAR       n (a + b ratio + e ratio)       one set of entries
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from thinwire.control.prices import LED, Way
 
-DENSE, PASSES, CHOSEN, ADDED = 2.5e-9, 2.8e-9, 2.0e-8, 6e-9
+DENSE, PASSES, CHOSEN, ADDED = 2.5e-9, 2.8e-9, 2.0e-8, 2e-8
 
 
 def compress_seconds(way: Way, ratios: NDArray[Any], numel: int, world_size: int) -> NDArray[Any]:

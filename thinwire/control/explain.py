@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.control.adaptive import Candidate, Decision, Standing
+from thinwire.control.adaptive import Candidate, Decision, Standing, rate_of
 from thinwire.control.view import View
 from thinwire.types import Plan, StepRecord
 
@@ -52,13 +52,8 @@ def _row(candidate: Candidate, chosen: Plan) -> str:
 def _network(alpha: float | None, beta: float | None) -> str:
     if alpha is None or beta is None:
         return "The network has not been measured"
-    return f"The network: {_ms(alpha)} one way, {_mbit(beta)} per host"
+    return f"The network: {_ms(alpha)} one way, {rate_of(beta)} per host"
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"
-
-
-def _mbit(beta: float) -> str:
-    mbit = 8e-6 / beta
-    return f"{mbit:.3g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:.3g} Gbit/s"

@@ -7,12 +7,13 @@ A step's time is taken apart as
     step = rest + price(way, ratio; alpha, beta) + compress(way, ratio) + extra(way)
 with `rest` the user's own work, `price` the schedule played on the wire, `compress` a model of our own work times a
 measured factor, and `extra` what an exchange was measured to take beyond that: waiting for slower ranks, what a message
-costs in software, what TCP makes of a wire. Most of that comes with every message, so a way that has not run yet is
-given the least that was seen for a message, for each of its own. When the network changes, the first steps after it
-seem to take far too long or too short, until the change is known: so what was beyond a price is believed some steps
-later, and only if latency and rate are then still what they were. And what was learned of a way on another network is
-forgotten, or a way that TCP's losses had made slow there would never be tried again here; only the least of it is kept,
-and what is known of the way that runs, which is soon to be known better.
+costs in software, what TCP makes of a wire. It is much the same for all ways, but single steps differ by as much again,
+and more so where hosts have little to compute with. So prices decide between ways, and not what they were seen to take
+beyond, unless that is a large part of a step: as when TCP's losses make one slow.
+
+When the network changes, the first steps after it seem to take far too long or too short, until the change is known: so
+what was beyond a price is believed some steps later, and only if latency and rate are then still what they were. And
+what was learned of another way on another network is forgotten, so that it may be tried again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
 from thinwire.control.computing import compress_seconds
@@ -30,13 +32,17 @@ from thinwire.control.gain import CANDIDATES, GainCurve
 from thinwire.control.prices import Prices, Way
 from thinwire.types import Network, Plan, Told
 
+Floats = NDArray[np.float64]
+
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
 NOTICEABLE = 0.15  # of what it takes: an exchange that takes so much less than it did was not just lucky
+MESSAGE_SECONDS = 2.5e-5  # to send one, and again to receive it, on the machine of docs/design.md: control/computing.py
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
 HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
 ANOTHER = 1.6  # the ratio from which on it is another network
+DOUBT = 0.4  # of a step: what ways are seen to take beyond their prices may differ by so much for no reason
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -136,8 +142,7 @@ class View:
     Attributes:
         settling: for how many steps latency or rate have been on the move.
         rest: a step without its exchange.
-        extra: by way, what an exchange takes beyond its price and its computing; by "", the least of it for a message
-            on the network before.
+        extra: by way, what an exchange takes beyond its price and its computing.
         learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
@@ -158,7 +163,15 @@ class View:
     def network(self) -> Network | None:
         if self.alpha is None or self.beta is None:
             return None
-        return Network(alpha=self.alpha, beta=self.beta)
+        return Network(alpha=self.alpha, beta=self.beta, overhead=self._overhead)
+
+    @property
+    def _overhead(self) -> float:
+        """For a message. In steps of two, so that prices do not change with every sample."""
+        if not self.compress:
+            return 0.0
+        slower = sum(running.value for running in self.compress.values()) / len(self.compress)
+        return MESSAGE_SECONDS * 2.0 ** round(math.log2(min(1e3, max(1e-3, slower))))
 
     @property
     def rest_seconds(self) -> float:
@@ -194,11 +207,11 @@ class View:
     ) -> View:
         way, network = way_of(plan), self.network
         factors, extras, held_back, beta = dict(self.compress), dict(self.extra), self.held_back, self.beta
-        learned_on = self.learned_on or network
-        if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
-            learned_on = network
-            kept = {str(way): extras.get(str(way)), "": self._least_extra(prices)}
-            extras = {name: running for name, running in kept.items() if running is not None}
+        here = None if network is None else replace(network, overhead=0.0)
+        learned_on = self.learned_on or here
+        if learned_on is not None and here is not None and not _are_near(learned_on, here, ANOTHER):
+            learned_on = here
+            extras = {name: running for name, running in extras.items() if name == str(way)}
             if rate_is_new:  # and not guessed from what is to be learned anew
                 extras = {name: Running(running.value) for name, running in extras.items()}
         modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
@@ -235,21 +248,24 @@ class View:
         known = [running.value for running in self.compress.values()]
         return sum(known) / len(known) if known else 1.0
 
-    def extra_of(self, way: Way, prices: Prices) -> float:
-        """What this way takes beyond price and computing; of one that has not run, the least seen for its messages."""
-        if str(way) in self.extra:
-            return self.extra[str(way)].value
-        least = self._least_extra(prices)
-        return 0.0 if least is None else max(0.0, least.value) * prices.messages(way)
+    def extra_of(self, way: Way, runs: Way, expected: Floats) -> Floats:
+        """What this way takes beyond price and computing, where a step is expected to take so long without it.
 
-    def _least_extra(self, prices: Prices) -> Running | None:
-        """For one message, of the ways that can be chosen: where the plan is fixed there are none."""
-        each = [
-            replace(running, value=running.value / prices.messages(prices.by_name[name])) if name else running
-            for name, running in self.extra.items()
-            if not name or name in prices.by_name
-        ]
-        return min(each, key=lambda running: running.value, default=None)
+        Of the way that runs it is known best. Another is held to take as much, unless that is out of proportion; and if
+        it is known to take more or less than that, what is beyond doubt counts.
+        """
+        if str(way) == str(runs) and str(runs) in self.extra:
+            return np.full_like(expected, self.extra[str(runs)].value)
+        doubt = DOUBT * expected
+        usual = np.minimum(doubt, self._usual_extra(runs))
+        if str(way) not in self.extra:
+            return usual
+        known: Floats = np.full_like(expected, self.extra[str(way)].value)
+        return np.clip(usual, known - doubt, known + doubt)
+
+    def _usual_extra(self, runs: Way) -> float:
+        known = self.extra.get(str(runs))
+        return known.value if known is not None else min((other.value for other in self.extra.values()), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
         def plain(running: Running | None) -> list[float] | None:
