@@ -8,6 +8,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: examples/ddp.py says why
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

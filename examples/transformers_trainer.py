@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: examples/ddp.py says why
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import thinwire

@@ -64,10 +64,10 @@ class Records:
 
 
 def read(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a file in order. A last line that was cut off by the end of its writer is left out."""
+    """The records of a file in order, without empty lines and one that was cut off by the end of its writer."""
     with Path(path).open() as file:
         for line in file:
-            if line.endswith("\n"):
+            if line.endswith("\n") and not line.isspace():
                 yield json.loads(line)
 
 
