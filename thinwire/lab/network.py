@@ -141,11 +141,14 @@ class Conditions:
         return min(sum(self.up), sum(self.down))
 
     def summary(self) -> dict[str, float | None]:
-        """The network in four numbers, the mean over hosts and pairs; an unlimited rate is None."""
+        """The network in four numbers, the mean over hosts and pairs; an unlimited rate is None.
+
+        A host's rate is that of its narrower direction, since in an exchange it sends as much as it takes.
+        """
         routes = [self.routes[src][dst] for src, dst in self.all_pairs()]
         return {
             "latency": _mean(route.latency for route in routes),
-            "rate": _finite(_mean([*self.up, *self.down])),
+            "rate": _finite(_mean(map(min, self.up, self.down))),
             "loss": _mean(route.loss for route in routes),
             "blocked": _mean(route.blocked for route in routes),
         }
