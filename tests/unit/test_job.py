@@ -54,6 +54,8 @@ def test_a_model_brings_what_it_learns_with(settings: dict[str, Any], optimizer:
         ({"task": "digit"}, "Did you mean 'digits'?"),
         ({"task": "my module:make"}, "my_module:make"),
         ({"task": "mine:make", "model": "mlp"}, "brings its own"),
+        ({"task": "mine:make", "batch": 64}, "batch 64 has no effect"),
+        ({"task": "mine:make", "partition": "dirichlet:0.1"}, "has no effect"),
         ({"model": "gpt"}, "Known: mlp, cnn, resnet20, vit."),
         ({"text": "a.txt"}, "chars only"),
         ({"folder_of_data": "a"}, "fashion-mnist only"),

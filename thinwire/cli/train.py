@@ -127,7 +127,12 @@ LearningRate = Annotated[float | None, _option(LEARNING, "X", "The learning rate
 Momentum = Annotated[float | None, _option(LEARNING, "X", "The momentum of sgd.")]
 Optimizer = Annotated[str | None, _option(LEARNING, "NAME", "sgd or adam; else what suits the model.")]
 Seed = Annotated[int | None, _option(LEARNING, "N", "The seed of everything random.")]
-EvaluateEvery = Annotated[float | None, _option(RUN, "S", "Seconds of training between two looks at the test set.")]
+EvaluateEvery = Annotated[
+    float | None,
+    _option(
+        RUN, "S", "Seconds of training between two looks at the test set; more, where a look would take a fifth of it."
+    ),
+]
 CheckpointEvery = Annotated[int | None, _option(RUN, "N", "Steps between two checkpoints; 0 for one at the end only.")]
 Keep = Annotated[int | None, _option(RUN, "N", "How many checkpoints stay.")]
 Timeout = Annotated[float | None, _option(RUN, "S", "Seconds of silence after which a worker gives up.")]

@@ -133,8 +133,9 @@ class Job:
             module, _, function = self.task.partition(":")
             if not all(part.isidentifier() for part in (*module.split("."), function)):
                 raise ValueError(f"task {self.task!r} is no module:function, as in my_module:make.")
-            if self.model is not None:
-                raise ValueError(f"model {self.model!r} has no effect: {self.task} brings its own.")
+            for name in ("model", "batch", "partition", "text", "folder_of_data"):
+                if (value := getattr(self, name)) != getattr(Job, name):
+                    raise ValueError(f"{name} {value!r} has no effect: {self.task} brings its own.")
             return
         if self.task not in DEFAULT_MODELS:
             own = "Your own is written my_module:make."

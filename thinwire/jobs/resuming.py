@@ -41,7 +41,8 @@ def nothing_to_do(job: Job, folder: Path) -> str:
     is_done = ended.get("how") == "done"  # a run that was ended in its last step has not been tested yet
     if step > planned or (step == planned and is_done):
         options = " and ".join(f"--{name}" for name, limit in limits.items() if limit <= step)
-        return f"{folder} is already at step {step} of {planned:.0f}: to go on, give it more {options}."
+        so_far = f"at step {step} of {planned:.0f}" if step == planned else f"at step {step}, beyond {planned:.0f}"
+        return f"{folder} is already {so_far}: to go on, give it more {options}."
     if is_done and ended.get("saved") == step and _is_out_of_time(job, began, ended):
         spent, limit = duration(ended["seconds"]), duration(job.seconds or 0.0)
         return f"{folder} has already trained {spent} of {limit}: to go on, give it more --seconds."

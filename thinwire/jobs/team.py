@@ -161,7 +161,7 @@ class _Team:
             self._signal_all(signal.SIGKILL)
         elif seen and self._outcome.how == "done":
             self._outcome = self._interrupted(seen[0])
-            self._view.say("ending the workers; they save a checkpoint. Once more ends them at once.")
+            self._view.say("ending the workers; what they have trained is saved. Once more ends them at once.")
             self._end_all(INTERRUPT_GRACE)
 
     def _interrupted(self, number: int) -> Outcome:

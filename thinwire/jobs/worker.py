@@ -167,6 +167,7 @@ class Worker:
         self._step_seconds = 0.0
         self._next_evaluation = job.evaluate_every
         self._loss_recorded = -math.inf
+        self._loss: float | None = None  # of the last step, if it is not recorded yet
         self._not_finite = False
         self._accuracy: float | None = None
         self._unsaved = ""
@@ -306,6 +307,8 @@ class Worker:
                 ending = self._after_step()
                 if ending is not None:
                     break
+        if self._loss is not None:
+            self._record_loss(self._loss)
         return ending
 
     def _learn(self, x: Any, y: Any) -> None:
@@ -325,9 +328,13 @@ class Worker:
 
     def _note_loss(self, loss: float) -> None:
         self._not_finite |= not math.isfinite(loss)
+        self._loss = loss
         if time.monotonic() - self._loss_recorded >= LOSS_SECONDS:
-            self._loss_recorded = time.monotonic()
-            self._record("loss", step=self._step, epoch=self._epoch, loss=loss)
+            self._record_loss(loss)
+
+    def _record_loss(self, loss: float) -> None:
+        self._loss, self._loss_recorded = None, time.monotonic()
+        self._record("loss", step=self._step, epoch=self._epoch, loss=loss)
 
     def _after_step(self) -> Ending | None:
         heard = Words()
