@@ -7,11 +7,12 @@ import struct
 
 import pytest
 
-from thinwire.link.egress import BURST_BYTES, FASTER, LOOK, LOOK_EVERY, LOOK_STEPS, MORE, REMEMBERED, Egress
+from thinwire.link.egress import BURST_BYTES, CAREFUL, FASTER, LOOK, LOOK_EVERY, LOSSES, MORE, REMEMBERED, Egress
 
 MUCH = 10 * BURST_BYTES
-USUAL = LOOK_STEPS  # a step that does not look whether more comes through
+USUAL = 1  # a step that does not look whether more comes through
 RATE = 1e6
+LOST = LOSSES  # so far: enough to be careful
 
 
 class Asked:
@@ -42,10 +43,35 @@ def test_no_connection_is_paced_before_a_rate_is_known() -> None:
     assert [socket.rates for socket in sockets] == [[], []]
 
 
-def test_nor_while_only_one_message_or_a_few_small_ones_are_sent_at_a_time() -> None:
+def test_nor_where_next_to_nothing_is_lost() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    for lost in range(0, 10 * (LOSSES - 1), LOSSES - 1):
+        egress.note(RATE, lost)
+        egress.share([0, 1], MUCH, USUAL)
+    assert [socket.rates for socket in sockets] == [[], []]
+
+
+def test_after_a_long_time_without_losses_it_is_tried_whether_it_goes_without_pacing() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note(RATE, LOST)
+    for _ in range(CAREFUL - 1):
+        egress.note(RATE, LOST)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] < math.inf
+    egress.note(RATE, LOST)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] == math.inf
+    egress.note(RATE, 2 * LOST)
+    egress.share([0, 1], MUCH, USUAL)
+    assert sockets[0].rates[-1] < math.inf
+
+
+def test_nothing_is_asked_while_only_one_message_or_a_few_small_ones_are_sent_at_a_time() -> None:
+    sockets = Asked(), Asked()
+    egress = an_egress(*sockets)
+    egress.note(RATE, LOST)
     egress.share([0], MUCH, USUAL)
     egress.share([0, 1], BURST_BYTES, USUAL)
     assert [socket.rates for socket in sockets] == [[], []]
@@ -54,7 +80,7 @@ def test_nor_while_only_one_message_or_a_few_small_ones_are_sent_at_a_time() -> 
 def test_several_messages_get_equal_shares_of_what_came_in() -> None:
     sockets = Asked(), Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     egress.share([0, 2], MUCH, USUAL)
     assert sockets[0].rates[-1] == sockets[2].rates[-1] == int(MORE * RATE / 2)
     assert sockets[1].rates == []
@@ -63,7 +89,7 @@ def test_several_messages_get_equal_shares_of_what_came_in() -> None:
 def test_one_message_alone_and_a_few_small_ones_go_freely_again_after_that() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     for peers, nbytes in (([0], MUCH), ([0, 1], BURST_BYTES)):
         egress.share([0, 1], MUCH, USUAL)
         assert sockets[0].rates[-1] < math.inf
@@ -74,7 +100,7 @@ def test_one_message_alone_and_a_few_small_ones_go_freely_again_after_that() -> 
 def test_the_kernel_is_asked_only_for_what_is_new() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     for _ in range(5):
         egress.share([0, 1], MUCH, USUAL)
     assert len(sockets[0].rates) == 1
@@ -83,8 +109,8 @@ def test_the_kernel_is_asked_only_for_what_is_new() -> None:
 def test_a_process_that_was_not_let_run_does_not_narrow_the_way() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
-    egress.note_rate(RATE / 10)
+    egress.note(RATE, LOST)
+    egress.note(RATE / 10, LOST)
     egress.share([0, 1], MUCH, USUAL)
     assert sockets[0].rates[-1] == int(MORE * RATE / 2)
 
@@ -92,33 +118,33 @@ def test_a_process_that_was_not_let_run_does_not_narrow_the_way() -> None:
 def test_a_line_that_has_become_slower_is_followed() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     for _ in range(REMEMBERED):
-        egress.note_rate(RATE / 10)
+        egress.note(RATE / 10, LOST)
     egress.share([0, 1], MUCH, USUAL)
     assert sockets[0].rates[-1] == int(MORE * RATE / 20)
 
 
-def test_some_steps_of_every_few_let_go_of_more() -> None:
+def test_one_step_of_every_few_lets_go_of_more() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     looking = []
     for step in range(2 * LOOK_EVERY):
         egress.share([0, 1], MUCH, step)
         looking.append(sockets[0].rates[-1] == int(LOOK * RATE / 2))
-    assert looking == 2 * ([True] * LOOK_STEPS + [False] * (LOOK_EVERY - LOOK_STEPS))
+    assert looking == 2 * ([True] + [False] * (LOOK_EVERY - 1))
 
 
 def test_when_more_comes_in_than_before_all_goes_freely_until_it_is_known_how_much() -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     egress.share([0, 1], MUCH, USUAL)
-    egress.note_rate(1.01 * FASTER * RATE)
+    egress.note(1.01 * FASTER * RATE, LOST)
     egress.share([0, 1], MUCH, USUAL)
     assert sockets[0].rates[-1] == math.inf
-    egress.note_rate(25 * RATE)
+    egress.note(25 * RATE, LOST)
     egress.share([0, 1], MUCH, USUAL)
     assert sockets[0].rates[-1] == int(MORE * 25 * RATE / 2)
 
@@ -127,6 +153,6 @@ def test_when_more_comes_in_than_before_all_goes_freely_until_it_is_known_how_mu
 def test_within_a_host_and_where_the_kernel_cannot_pace_nothing_happens(sock: Asked) -> None:
     other = Asked("fe80::1%wire0")
     egress = an_egress(sock, other)
-    egress.note_rate(RATE)
+    egress.note(RATE, LOST)
     egress.share([0, 1], MUCH, USUAL)
     assert sock.rates == [] and len(other.rates) == 1

@@ -156,7 +156,7 @@ class TcpLink(Link):
         since, self._probe_bytes_read = probe_bytes - self._probe_bytes_read, probe_bytes
         reading = Reading(self.meter.round_trips(), self.meter.stretches(), since, self.meter.delayed())
         if reading.stretches:
-            self._egress.note_rate(self.meter.rate)
+            self._egress.note(self.meter.rate, sum(info.retransmitted for info in self.tcp_infos().values()))
         return reading
 
     @property
