@@ -307,7 +307,7 @@ class Adaptive:
         view: View,
         prices: Prices,
     ) -> _Judged:
-        expected = price + self._computing(way, ratios, view, prices)
+        expected = price + self._computing(way, ratios, view, prices) + view.handling(way, prices)
         extra = view.extra_of(way, runs, view.rest_seconds + expected)
         seconds = view.rest_seconds + np.maximum(expected + extra, 0.0)
         return _Judged(way, ratios, seconds, *learning)

@@ -141,6 +141,7 @@ class Monitor:
             maxlen=IN_A_ROW_FOR_SURE
         )  # how far above expectation, at each step that knows
         self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
+        self._doubts = 0  # how many rates in a row were far from what was believed
         self._watches = [_Watch("alpha"), _Watch("beta")]
         self._asked_at = clock()
         self._sent_bytes = self._probe_bytes = 0
@@ -180,6 +181,11 @@ class Monitor:
     def beta_is_new(self) -> bool:
         """Whether the last step has told anything about it."""
         return bool(self._rates) and self._rates[-1].step == self._step
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the last steps look like another network, so that the next one should be looked at too."""
+        return 0 < self._doubts <= IN_A_ROW
 
     # --- and how far to trust it
 
@@ -329,6 +335,9 @@ class Monitor:
             return
         while self._rates and self._rates[0].step < self._step - STEPS_OLD:
             self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
+        believed_rate = 1 / (self.beta_now() or 1 / sample.value)
+        is_far = not believed_rate / FAR <= sample.value <= believed_rate * FAR
+        self._doubts = self._doubts + 1 if is_far else 0
         self._rates.append(sample)
         self._forget_before_a_jump()
 

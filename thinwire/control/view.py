@@ -4,12 +4,12 @@ It is made of sums that came to every rank with the same bits, so it has the sam
 decided from it alone is decided alike everywhere.
 
 A step's time is taken apart as
-    step = rest + price(way, ratio; alpha, beta) + compress(way, ratio) + extra(way)
-with `rest` the user's own work, `price` the schedule played on the wire, `compress` a model of our own work times a
-measured factor, and `extra` what an exchange was measured to take beyond that: waiting for slower ranks, what a message
-costs in software, what TCP makes of a wire. It is much the same for all ways, but single steps differ by as much again,
-and more so where hosts have little to compute with. So prices decide between ways, and not what they were seen to take
-beyond, unless that is a large part of a step: as when TCP's losses make one slow.
+    step = rest + price(way, ratio; alpha, beta) + compress(way, ratio) + handling(way) + extra(way)
+with `rest` the user's own work, `price` the schedule played on the wire, `compress` and `handling` a model of our own
+work on entries and messages times a measured factor, and `extra` what an exchange was measured to take beyond that:
+waiting for slower ranks, what TCP makes of a wire. It is much the same for all ways, but single steps differ by as much
+again, and more so where hosts have little to compute with. So prices decide between ways, and not what they were seen
+to take beyond, unless that is a large part of a step: as when TCP's losses make one slow.
 
 When the network changes, the first steps after it seem to take far too long or too short, until the change is known: so
 what was beyond a price is believed some steps later, and only if latency and rate are then still what they were. And
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
-from thinwire.control.computing import compress_seconds
+from thinwire.control.computing import MESSAGE, compress_seconds
 from thinwire.control.gain import CANDIDATES, GainCurve
 from thinwire.control.prices import Prices, Way
 from thinwire.types import Network, Plan, Told
@@ -37,7 +37,6 @@ Floats = NDArray[np.float64]
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
 NOTICEABLE = 0.15  # of what it takes: an exchange that takes so much less than it did was not just lucky
-MESSAGE_SECONDS = 2.5e-5  # to send one, and again to receive it, on the machine of docs/design.md: control/computing.py
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
 HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
@@ -163,15 +162,7 @@ class View:
     def network(self) -> Network | None:
         if self.alpha is None or self.beta is None:
             return None
-        return Network(alpha=self.alpha, beta=self.beta, overhead=self._overhead)
-
-    @property
-    def _overhead(self) -> float:
-        """For a message. In steps of two, so that prices do not change with every sample."""
-        if not self.compress:
-            return 0.0
-        slower = sum(running.value for running in self.compress.values()) / len(self.compress)
-        return MESSAGE_SECONDS * 2.0 ** round(math.log2(min(1e3, max(1e-3, slower))))
+        return Network(alpha=self.alpha, beta=self.beta)
 
     @property
     def rest_seconds(self) -> float:
@@ -207,10 +198,9 @@ class View:
     ) -> View:
         way, network = way_of(plan), self.network
         factors, extras, held_back, beta = dict(self.compress), dict(self.extra), self.held_back, self.beta
-        here = None if network is None else replace(network, overhead=0.0)
-        learned_on = self.learned_on or here
-        if learned_on is not None and here is not None and not _are_near(learned_on, here, ANOTHER):
-            learned_on = here
+        learned_on = self.learned_on or network
+        if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
+            learned_on = network
             extras = {name: running for name, running in extras.items() if name == str(way)}
             if rate_is_new:  # and not guessed from what is to be learned anew
                 extras = {name: Running(running.value) for name, running in extras.items()}
@@ -219,7 +209,7 @@ class View:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
         if network is not None:
             price = prices.seconds(way, plan.ratio, network)
-            beyond, usual = exchange - compress - price, extras.get(str(way))
+            beyond, usual = exchange - compress - price - self.handling(way, prices), extras.get(str(way))
             change = 0.0 if usual is None or usual.samples < 3 or way.collective == "torch" else beyond - usual.value
             moving, noticeable = 0.0, NOTICEABLE * exchange
             if -change > noticeable and not rate_is_new:
@@ -247,6 +237,11 @@ class View:
             return self.compress[exchange].value
         known = [running.value for running in self.compress.values()]
         return sum(known) / len(known) if known else 1.0
+
+    def handling(self, way: Way, prices: Prices) -> float:
+        """What a rank's processor needs for its messages; where nothing is computed at all, nothing."""
+        known = [running.value for running in self.compress.values()]
+        return prices.messages(way) * MESSAGE * sum(known) / len(known) if known else 0.0
 
     def extra_of(self, way: Way, runs: Way, expected: Floats) -> Floats:
         """What this way takes beyond price and computing, where a step is expected to take so long without it.

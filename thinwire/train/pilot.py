@@ -237,7 +237,7 @@ class Pilot:
 
     def measure(self) -> None:
         """Note what the link has noticed, and use the quiet after an exchange to ask for more."""
-        if self._measuring.allows:
+        if self._measuring.allows or self.monitor.is_in_doubt:
             with self._measuring:
                 self.monitor.note(self.link.read_out(), self.link.sent_bytes)
                 self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
