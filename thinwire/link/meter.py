@@ -98,8 +98,9 @@ class Meter:
     def was_receiving(self, at: float) -> bool:
         return self._received_at > at - QUIET_SECONDS
 
-    def was_sending(self, at: float) -> bool:
-        return self._sent_until > at
+    def sends_for(self, at: float) -> float:
+        """The seconds from then on in which what the kernel has taken still leaves; a guess."""
+        return max(0.0, self._sent_until - at)
 
     def round_trips(self) -> tuple[tuple[int, float], ...]:
         """Those since the last call that met no payload."""

@@ -97,14 +97,12 @@ class TcpLink(Link):
         return time.monotonic()
 
     def drain(self) -> None:
-        """No longer than it should take at the rate that was last seen."""
-        connections = self._connections.values()
-        while (
-            self.failure is None
-            and self.meter.was_sending(time.monotonic())
-            and any(connection.has_unsent() for connection in connections)
-        ):
+        """No longer than twice of what it should take at the rate that was last seen."""
+        now = time.monotonic()
+        deadline = now + 2 * self.meter.sends_for(now)
+        while self.failure is None and now < deadline and any(c.has_unsent() for c in self._connections.values()):
             time.sleep(DRAIN_POLL_SECONDS)
+            now = time.monotonic()
 
     def _send_together(self, messages: Sequence[tuple[torch.Tensor, int]]) -> list[Work]:
         nbytes = sum(tensor.nbytes for tensor, _ in messages)
@@ -255,7 +253,7 @@ class TcpLink(Link):
         return (
             self.meter.was_receiving(at)
             or any(connection.has_unsent() for connection in connections)
-            or (self.meter.was_sending(at) and any(connection.has_unacknowledged() for connection in connections))
+            or (self.meter.sends_for(at) > 0 and any(connection.has_unacknowledged() for connection in connections))
         )
 
     def _serve(self, connection: Connection, events: int) -> None:
