@@ -45,7 +45,7 @@ def left(folder: Path, **given: Any) -> str:
         ({"epochs": 2}, {}, "already at step 20 of 20: to go on, give it more --epochs."),
         ({"epochs": 2, "steps": 20}, {}, "already at step 20 of 20: to go on, give it more --steps and --epochs."),
         ({"epochs": 2, "steps": 20}, {"steps": 30}, "already at step 20 of 20: to go on, give it more --epochs."),
-        ({"steps": 20}, {"steps": 10}, "already at step 20 of 10: to go on, give it more --steps."),
+        ({"steps": 20}, {"steps": 10}, "already at step 20, beyond 10: to go on, give it more --steps."),
         ({"seconds": 5.1}, {}, "has already trained 5 s of 5.1 s: to go on, give it more --seconds."),
         ({"seconds": 60.0}, {"seconds": 4.0}, "has already trained 5 s of 4 s: to go on, give it more --seconds."),
     ],
