@@ -106,23 +106,17 @@ def test_the_kernel_is_asked_only_for_what_is_new() -> None:
     assert len(sockets[0].rates) == 1
 
 
-def test_a_process_that_was_not_let_run_does_not_narrow_the_way() -> None:
+@pytest.mark.parametrize(("slow_ones", "rate"), [(1, RATE), (REMEMBERED, RATE / 10)])
+def test_a_lower_rate_is_a_process_that_was_not_let_run_and_several_are_a_slower_line(
+    slow_ones: int, rate: float
+) -> None:
     sockets = Asked(), Asked()
     egress = an_egress(*sockets)
     egress.note(RATE, LOST)
-    egress.note(RATE / 10, LOST)
-    egress.share([0, 1], MUCH, USUAL)
-    assert sockets[0].rates[-1] == int(MORE * RATE / 2)
-
-
-def test_a_line_that_has_become_slower_is_followed() -> None:
-    sockets = Asked(), Asked()
-    egress = an_egress(*sockets)
-    egress.note(RATE, LOST)
-    for _ in range(REMEMBERED):
+    for _ in range(slow_ones):
         egress.note(RATE / 10, LOST)
     egress.share([0, 1], MUCH, USUAL)
-    assert sockets[0].rates[-1] == int(MORE * RATE / 20)
+    assert sockets[0].rates[-1] == int(MORE * rate / 2)
 
 
 def test_one_step_of_every_few_lets_go_of_more() -> None:

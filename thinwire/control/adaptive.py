@@ -13,17 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thinwire.control import pareto
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import POWERS, safe_gain, steps_factor
 from thinwire.control.prices import Prices, Way
-from thinwire.control.view import View, way_of
+from thinwire.control.view import Floats, View, way_of
 from thinwire.types import Network, Plan
-
-Floats = NDArray[np.float64]
 
 OBJECTIVES = ("goodput", "seconds", "knee")
 EXPLORING = ("histogram", "restore")

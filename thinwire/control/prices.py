@@ -123,7 +123,6 @@ class Prices:
         self, numel: int, itemsize: int, world_size: int, ways: Sequence[Way], sizes: tuple[int, ...] | None = None
     ) -> None:
         self.ways = tuple(ways)
-        self.by_name = {str(way): way for way in ways}
         self.numel, self.world_size = numel, world_size
         self._case = _Case(numel, itemsize, world_size, (numel,) if sizes is None else sizes)
 

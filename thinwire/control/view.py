@@ -235,13 +235,17 @@ class View:
         """How much slower than modelled this machine computes, by this exchange or else by those that have run."""
         if exchange in self.compress:
             return self.compress[exchange].value
+        return self._slowness or 1.0
+
+    @property
+    def _slowness(self) -> float:
+        """The same for whatever it computes; 0 where nothing was seen to be computed."""
         known = [running.value for running in self.compress.values()]
-        return sum(known) / len(known) if known else 1.0
+        return sum(known) / len(known) if known else 0.0
 
     def handling(self, way: Way, prices: Prices) -> float:
         """What a rank's processor needs for its messages; where nothing is computed at all, nothing."""
-        known = [running.value for running in self.compress.values()]
-        return prices.messages(way) * MESSAGE * sum(known) / len(known) if known else 0.0
+        return prices.messages(way) * MESSAGE * self._slowness
 
     def extra_of(self, way: Way, runs: Way, expected: Floats) -> Floats:
         """What this way takes beyond price and computing, where a step is expected to take so long without it.

@@ -25,7 +25,7 @@ from contextlib import suppress
 
 _SO_MAX_PACING_RATE = 47  # Python has no name for it
 _RATE = struct.Struct("=Q")  # bytes per second
-_FASTEST = 2**60  # the greatest number of all would mean no pacing
+_FASTEST = 2.0**60  # the greatest number of all would mean no pacing
 
 BURST_BYTES = 2**16  # which the queue of any line can take
 MORE = 1.05  # times the rate at which payload comes in: what a packet's headers need, and a little more
@@ -60,11 +60,11 @@ class Egress:
 
     def share(self, peers: Sequence[int], nbytes: int, step: int) -> None:
         """Messages of so many bytes in all are about to be sent to these peers at the same time."""
-        fastest = float(_FASTEST)
+        fastest = _FASTEST
         if len(peers) > 1 and nbytes > BURST_BYTES:
             fastest = min(fastest, (MORE if step % LOOK_EVERY else LOOK) * self._rate / len(peers))
         for peer in peers:
-            allowed = self._allowed.get(peer, float(_FASTEST))
+            allowed = self._allowed.get(peer, _FASTEST)
             if peer in self._sockets and not 1 / DIFFERENT < fastest / allowed < DIFFERENT:
                 _pace(self._sockets[peer], fastest)
                 self._allowed[peer] = fastest
