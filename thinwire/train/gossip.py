@@ -17,26 +17,21 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives import ALL_GATHERS, ALL_REDUCES
-from thinwire.compress.quantize import Compressor, Draw, alpha
+from thinwire.compress.quantize import Compressor
 from thinwire.compress.quantize import build as compressor_of
 from thinwire.errors import LinkError, PeerLost, RemoteError
 from thinwire.gossip import METHODS, Method
 from thinwire.gossip.base import Damped
-from thinwire.gossip.choco import Choco
-from thinwire.gossip.dcd import Dcd
 from thinwire.gossip.topology import Array, Edges, Topology
 from thinwire.gossip.topology import build as topology_of
 from thinwire.link.base import Link
 from thinwire.link.tcp import TcpLink
+from thinwire.train.caution import Caution, warn_of_bias
 from thinwire.train.layout import Layout
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment
 
 _STATE_VERSION = 3
-_STEPS_BETWEEN_LOOKS = 100
-_GROWTH = 1.25  # of the gap between neighbours from look to look
-_GAP = 0.1  # of the model
-_SKIPS_IN_A_ROW = 5  # after which it is no accident
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +130,13 @@ class Gossip:
             raise ValueError(f"on_failure='continue' needs link='tcp', which alone can connect anew, got {link!r}.")
         _check_names(model, ignore)
         kind, self.compressor = METHODS[method], _compressor(compressor)
-        _warn_of_bias(kind, self.compressor)
+        warn_of_bias(kind, self.compressor)
         if overlap and not kind.says_early:
             raise ValueError(f"what {method} sends depends on the gradient, so that they cannot overlap.")
         options = {} if gamma is None else {"gamma": gamma}
         if options and not issubclass(kind, Damped):
             raise ValueError(f"{method} has no consensus step size; gamma is for choco, adagossip and deepsqueeze.")
         self._model = model
-        self._optimizer = optimizer
         self._layout = Layout.of((name, p) for name, p in model.named_parameters() if name not in ignore)
         self._on_failure = on_failure
         self._timeout = timeout
@@ -164,9 +158,7 @@ class Gossip:
         self.method: Method = kind(self.link, graph, self.compressor, self._flat(), seed, **options)
         self.method.overlap = overlap
         self._ended = math.nan
-        self._gap = math.inf
-        self._skips_in_a_row = 0
-        self._told_of_skips = False
+        self._caution = Caution(optimizer)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.mix()) if mix_on_step else None
 
     @property
@@ -195,9 +187,10 @@ class Gossip:
         self._read_update()
         try:
             if self._meeting is None:
-                self._watch_alpha()
+                measured = self._caution.alpha_of(self.method, self._x, self.link.rank)
+                self.alpha = self.alpha if measured is None else measured
                 self.method.step(self._x)
-                self._watch_gap()
+                self._caution.look_at_gap(self.method)
             else:
                 self._step_alone(self._meeting)
         except (PeerLost, RemoteError) as error:
@@ -221,7 +214,7 @@ class Gossip:
         )
         self._ended = now
         self._record_step(self.last)
-        self._watch_skips(self.last)
+        self._caution.look_at_skips(self.last.skipped, self.last.step, self.link.rank)
 
     def recompress(self, compressor: str | Compressor) -> None:
         """Compress otherwise from the next message on. Call on all nodes, between the same two steps.
@@ -229,7 +222,7 @@ class Gossip:
         For a network that has changed. adagossip is made for it; choco's gamma is chosen anew if it is "auto".
         """
         self.compressor = _compressor(compressor)
-        _warn_of_bias(type(self.method), self.compressor)
+        warn_of_bias(type(self.method), self.compressor)
         self.method.recompress(self.compressor)
 
     def _record_step(self, last: GossipRecord) -> None:
@@ -259,53 +252,6 @@ class Gossip:
         return torch.cat(
             [p.detach().reshape(-1).to("cpu", self._layout.dtype) for p in self._layout.parameters.values()]
         )
-
-    def _watch_alpha(self) -> None:
-        """DCD's condition on the compressor, on this run's own differences, after 0, 1, 3, 7, 15 ... steps."""
-        method, t = self.method, self.step
-        if not isinstance(method, Dcd) or (t + 1) & t or not torch.isfinite(self._x).all():
-            return
-        self.alpha = alpha(method.compressor, method.difference(self._x), Draw(method.seed, t, self.link.rank))
-        allowed = self.topology.dcd_alpha
-        if self.alpha >= allowed:
-            warnings.warn(
-                f"dcd with {method.compressor} may not converge: at step {t} its error is {self.alpha:.3g} of what it "
-                f"sends, and {self.topology.name} with {self.topology.world_size} nodes (rho {self.topology.rho:.3f}, "
-                f"mu {self.topology.mu:.3f}) allows less than {allowed:.3g}. Use more bits, a graph with a larger "
-                "spectral gap, or choco.",
-                stacklevel=4,
-            )
-
-    def _watch_gap(self) -> None:
-        """Choco's gamma, every hundred steps: with too large a one neighbours drift apart, faster and faster."""
-        if not isinstance(self.method, Choco) or self.step % _STEPS_BETWEEN_LOOKS:
-            return
-        gap, size = self.method.gap(), float(torch.linalg.vector_norm(self.method.x))
-        growth, self._gap = gap / self._gap if self._gap > 0 else 0.0, gap
-        if growth > _GROWTH and gap > _GAP * size:
-            warnings.warn(
-                f"neighbours drift apart: at step {self.step} they are {gap / size:.3g} times the size of the model "
-                f"away, {growth:.3g} times as far as {_STEPS_BETWEEN_LOOKS} steps ago. {self.method.name}'s gamma of "
-                f"{self.method.gamma:g} may be too large for {self.method.compressor} on {self.topology.name}.",
-                stacklevel=4,
-            )
-
-    def _watch_skips(self, last: GossipRecord) -> None:
-        """The first is worth a word. Several in a row do not end by themselves if the optimizer remembers the first."""
-        self._skips_in_a_row = self._skips_in_a_row + 1 if last.skipped else 0
-        if last.skipped and not self._told_of_skips:
-            self._told_of_skips = True
-            warnings.warn(
-                f"the optimizer's step {last.step} gave something not finite on rank {self.link.rank} and was taken "
-                "back; `skipped` counts such steps.",
-                stacklevel=4,
-            )
-        if self._skips_in_a_row == _SKIPS_IN_A_ROW:
-            warnings.warn(
-                f"rank {self.link.rank} does not learn: the optimizer's last {_SKIPS_IN_A_ROW} steps gave something "
-                f"not finite and were taken back. {_likely_cause(self._optimizer)}",
-                stacklevel=4,
-            )
 
     # --- looking at all nodes at once
 
@@ -483,15 +429,6 @@ class Averaged:
         self._gossip._mean = None
 
 
-def _warn_of_bias(kind: type[Method], compressor: Compressor) -> None:
-    if kind.assumes_unbiased and not compressor.unbiased:
-        warnings.warn(
-            f"{compressor} is biased, and the theory of {kind.name} covers unbiased compressors only. It may work all "
-            "the same; choco takes any compressor.",
-            stacklevel=3,
-        )
-
-
 def _compressor(spec: str | Compressor) -> Compressor:
     if not isinstance(spec, str | Compressor):
         raise ValueError(f"a compressor is a name, as in 'int8', or a Compressor, got {spec!r}.")
@@ -508,18 +445,3 @@ def _digest(topology: Topology) -> str:
     """Of W, rounded: the same W may be computed otherwise to the last bit on another machine."""
     rounded = [matrix.astype("<f8").round(9) + 0.0 for matrix in topology.matrices]
     return hashlib.sha256(b"".join(W.tobytes() for W in rounded)).hexdigest()[:16]
-
-
-def _likely_cause(optimizer: torch.optim.Optimizer) -> str:
-    spoilt = {
-        name
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not torch.isfinite(value).all()
-    }
-    if not spoilt:
-        return "The optimizer's state is finite, so look at the gradients and the learning rate."
-    return (
-        f"The likely cause is the optimizer's state, which is not finite ({', '.join(sorted(spoilt))}) since the first "
-        "of them and spoils all that follow: clear it, and check gradients before optimizer.step()."
-    )
