@@ -25,7 +25,8 @@ from thinwire import records
 from thinwire.jobs import outcome
 from thinwire.jobs.job import Job, read_job, write_job
 from thinwire.jobs.leaving import INTERRUPTED, Leaving
-from thinwire.jobs.worker import Worker, join, main
+from thinwire.jobs.training import Training
+from thinwire.jobs.worker import join, main
 from thinwire.train.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.process
@@ -47,10 +48,10 @@ STEPS = 12  # PowerSGD begins at the tenth
 
 def _train(rank: int, folder: str, **settings: Any) -> dict[str, Any]:
     """One worker from beginning to end, in a process group that exists."""
-    worker = Worker(Job(hosts=2, **settings), Path(folder), Leaving())
-    ending = worker.train()
-    parameters = [p.detach().clone() for p in worker._task.module.parameters()]
-    worker.close()
+    training = Training(Job(hosts=2, **settings), Path(folder), Leaving())
+    ending = training.run()
+    parameters = [p.detach().clone() for p in training._task.module.parameters()]
+    training.close()
     return {"ending": ending, "parameters": torch.cat([p.reshape(-1) for p in parameters])}
 
 
@@ -143,17 +144,17 @@ def test_a_training_in_two_goes_ends_with_the_same_bits(method: str, tmp_path: P
 
 
 def _buffers(rank: int, folder: str) -> list[list[torch.Tensor]]:
-    worker = Worker(Job(hosts=2, method="ddp", model="resnet20", batch=4, steps=2), Path(folder), Leaving())
-    worker.train()
+    training = Training(Job(hosts=2, method="ddp", model="resnet20", batch=4, steps=2), Path(folder), Leaving())
+    training.run()
 
     def buffers() -> list[torch.Tensor]:
-        return [buffer.clone() for buffer in worker._task.module.buffers() if buffer.is_floating_point()]
+        return [buffer.clone() for buffer in training._task.module.buffers() if buffer.is_floating_point()]
 
     before = buffers()
-    with worker._exchanging.looking(worker._task.module, None):
+    with training._exchanging.looking(training._task.module, None):
         tested = buffers()
     after = buffers()
-    worker.close()
+    training.close()
     return [before, tested, after]
 
 
