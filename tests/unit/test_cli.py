@@ -101,7 +101,7 @@ def with_json(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> li
     outcome, run = Outcome(how="done"), recorded.run(folder / "run", steps=20)
     row = {"steps": 20, "speed_up": 1.0, "at_least": False, "sent_bytes": 1, "score": float("nan"), "message": ""}
     rows = tuple(compare.Row(method=name, seconds=1.0, **row) for name in ("ddp", "adaptive"))
-    made = compare.Comparison(folder=folder, target=0.9, runs=(), rows=rows, outcome=outcome)
+    made = compare.Comparison(folder=folder, target=0.9, set_by="", runs=(), rows=rows, outcome=outcome)
     monkeypatch.setattr("thinwire.jobs.start.train", lambda *_: (outcome, run))
     monkeypatch.setattr("thinwire.jobs.compare.compare", lambda *_: made)
     monkeypatch.setattr("thinwire.jobs.compare.why_no_lab", lambda: "")

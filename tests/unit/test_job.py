@@ -171,6 +171,14 @@ def test_a_run_remembers_its_job(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 
 
+def test_a_run_that_goes_on_remembers_every_start(tmp_path: Path) -> None:
+    for more in ("--steps=10", "--steps=20", "--steps=30"):
+        write_job(tmp_path, Job(steps=int(more[8:])), ["thinwire", "train", more])
+    facts = json.loads((tmp_path / "job.json").read_text())
+    assert facts["command"][-1] == "--steps=10" and read_job(tmp_path).steps == 30
+    assert [start["command"][-1] for start in facts["resumed"]] == ["--steps=20", "--steps=30"]
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [

@@ -20,7 +20,8 @@ from tests.timing import timing
 from thinwire.cli import report as cli
 from thinwire.exchange import NAMES
 from thinwire.gossip import METHODS
-from thinwire.report import charts, cite, compare, folders, page
+from thinwire.report import charts, cite, compare, folders, learning, page
+from thinwire.report.reading import command
 from thinwire.report.runs import Comparison, Run
 
 # --- what a report shows
@@ -213,13 +214,23 @@ def test_starting_a_run_again_is_neither_training_nor_evaluating(tmp_path: Path)
     assert "resumed once" in made(folder).words("p")
 
 
-def test_a_resumed_run_was_started_when_it_first_was(tmp_path: Path) -> None:
-    """Its job.json is of the last start: when that was, and by what command."""
+def test_a_resumed_run_shows_the_command_of_every_start(tmp_path: Path) -> None:
     folder = resumed_run(tmp_path)
-    assert folders.read_run(folder).started == "2026-09-21T14:13:20+00:00"
-    assert json.loads((folder / "job.json").read_text())["started"] == "2026-11-16T02:36:13+00:00"
-    assert "Command of the last start" in made(folder).text["h3"]
+    about = json.loads((folder / "job.json").read_text())
+    later = {"command": ["/usr/bin/thinwire", "train", "--resume", "runs/one"], "started": "2027-01-01T00:00:00+00:00"}
+    (folder / "job.json").write_text(json.dumps(about | {"resumed": [later]}))
+    shown = made(folder)
+    assert "Commands, of the first start and of those after it" in shown.text["h3"]
+    assert shown.text["pre"][:2] == [command(about["command"]), "thinwire train --resume runs/one"]
+    assert folders.read_run(folder).started == about["started"]
     assert "Command" in made(tmp_path / "again").text["h3"]
+
+
+def test_what_was_sent_in_steps_that_were_lost_was_sent(tmp_path: Path) -> None:
+    """The worker goes on counting from its checkpoint. Bytes over which a curve is drawn never become less."""
+    run = folders.read_run(resumed_run(tmp_path))
+    sent = learning.evaluations(run)["sent"]
+    assert (np.diff(sent) > 0).all() and sent[-1] == np.nansum(run.columns["sent_bytes"])
 
 
 def test_lines_over_time_end_where_a_run_did_and_begin_again_where_it_went_on(tmp_path: Path) -> None:

@@ -88,10 +88,16 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came of it."""
+    """What came of it.
+
+    Attributes:
+        target: the accuracy that the table is about, or a perplexity below zero.
+        set_by: the method that came to no more than the target, where nobody named one.
+    """
 
     folder: Path
     target: float | None
+    set_by: str
     runs: tuple[Run, ...]
     rows: tuple[Row, ...]
     outcome: Outcome
@@ -145,10 +151,12 @@ def compare(
         elif ended.how == "interrupted":
             outcome = ended
             break
-    target = job.target if job.target is not None else common_target(done)
+    least = None if job.target is not None else least_of(done)
+    target = job.target if least is None else least.best
     rows = tuple(_rows(done, list(dict.fromkeys(each.method for each in jobs)), target))
     _write(folder, target, done, rows)
-    return Comparison(folder=folder, target=target, runs=tuple(done), rows=rows, outcome=outcome)
+    set_by = "" if least is None else least.method
+    return Comparison(folder=folder, target=target, set_by=set_by, runs=tuple(done), rows=rows, outcome=outcome)
 
 
 def _attempt(
@@ -225,10 +233,10 @@ def _score(record: dict[str, Any]) -> float | None:
     return -float(record["perplexity"]) if record.get("perplexity") is not None else None
 
 
-def common_target(runs: Iterable[Run]) -> float | None:
-    """The best that every run came to; those that failed do not count."""
-    bests = [run.best for run in runs if not run.message]
-    return min((best for best in bests if best is not None), default=None)
+def least_of(runs: Iterable[Run]) -> Run | None:
+    """The run whose best every other came to, or went beyond; those that failed do not count."""
+    known = [run for run in runs if not run.message and run.best is not None]
+    return min(known, key=lambda run: run.best or 0.0, default=None)
 
 
 def _rows(runs: Sequence[Run], methods: Sequence[str], target: float | None) -> Iterable[Row]:
@@ -307,7 +315,12 @@ def speed_up_in_words(comparison: Comparison) -> str:
     best = max(rivals, key=lambda row: row.speed_up or 0.0)
     more = "more than " if best.at_least else ""
     came = f"{best.method} came to {_quality(comparison.target)} in {best.seconds:.1f} s"
-    return f"{came}, {more}{best.speed_up:.1f} times as fast as {first.method}."
+    told = f"{came}, {more}{best.speed_up:.1f} times as fast as {first.method}."
+    if not comparison.set_by or not others:
+        return told
+    return (
+        f"{told}\nThat is the best that {comparison.set_by} came to, and all the others did: set another by --target."
+    )
 
 
 def how_to_go_on(comparison: Comparison) -> str:

@@ -337,18 +337,29 @@ def _line_of(key: str, text: str) -> int:
 
 
 def write_job(folder: Path, job: Job, command: Sequence[str]) -> None:
-    """Write what is needed to run it again. It is there whole or not at all."""
+    """Write what is needed to run it again. It is there whole or not at all; of a run that goes on, every start is."""
+    start = {"command": list(command), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    before = _starts(folder / JOB)
     facts = {
         "format": FORMAT,
         "job": job.to_json(),
-        "command": list(command),
+        **(before[0] if before else start),
         "versions": _versions(),
         "machine": _machine(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "resumed": [*before[1:], start] if before else [],
     }
     temporary = folder / f"{JOB}.tmp"
     temporary.write_text(json.dumps(facts, indent=1) + "\n")
     os.replace(temporary, folder / JOB)
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """The commands by which a run was begun and went on, and when; none of a new one."""
+    try:
+        facts = json.loads(path.read_text())
+        return [{key: facts[key] for key in ("command", "started")}, *facts["resumed"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def read_job(folder: Path | str) -> Job:

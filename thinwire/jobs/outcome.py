@@ -5,7 +5,7 @@
     log         the last lines of the worker that failed, if it could not say what was wrong
     steps       made in all, `seconds` of training in all, `saved`: the step of the newest checkpoint
     accuracy    the last that was measured, after the step `evaluated`
-    sent_bytes  by rank 0, and `dense_bytes`: what it would have sent uncompressed
+    sent_bytes  by rank 0 in these steps, and `dense_bytes`: what it would have sent uncompressed
     recorded    the step at which the records break off because the disk was full; null if they are whole
 
 Rank 0 writes what it knows, and whoever started the workers adds what only he can know. The file is as long from the

@@ -98,7 +98,9 @@ def _read_job(run: Run, path: Path) -> None:
     run.name = run.settings.get("name") or run.name
     run.method, run.seed = run.settings.get("method", ""), run.settings.get("seed", "")
     run.hosts = count(job.get("hosts")) if isinstance(job, dict) else None
-    run.command = command(written.get("command"))
+    later = written.get("resumed")
+    starts = [written, *(later if isinstance(later, list) else [])]
+    run.commands = [command(start.get("command")) for start in starts if isinstance(start, dict)]
     run.started = text(written.get("started"))
     run.facts = {name: texts(written.get(name)) for name in ("versions", "machine")}
 

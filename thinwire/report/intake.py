@@ -67,8 +67,6 @@ class Intake:
         run.quality = "accuracy" if self._evaluates("accuracy") or not self._evaluates("perplexity") else "perplexity"
         run.evaluations = [_evaluation(time, record, run.quality) for time, record in self._evaluated]
         run.method = run.method or _method(run)
-        if run.gaps and self.begun:
-            run.started = _iso(self.begun[0][0])  # its job says when it was last started
 
     def _evaluates(self, quality: str) -> bool:
         return any(number(record.get(quality)) is not None for _, record in self._evaluated)
@@ -78,7 +76,7 @@ class Intake:
     def _run(self, time: float, record: Mapping[str, Any]) -> None:
         run = self.run
         self._note_wall(time, record)
-        run.command = run.command or command(record.get("command"))
+        run.commands = run.commands or [command(record.get("command"))]
         known = {name: texts(record.get(name)) for name in ("versions", "machine")}
         known["machine"] |= {"system": text(record["system"])} if record.get("system") else {}
         for group, facts in known.items():

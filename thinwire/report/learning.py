@@ -19,11 +19,9 @@ def quality_axis(quality: str) -> Axis:
 def evaluations(run: Run) -> dict[str, Floats]:
     """By name: training time, bytes sent so far, loss and quality of each evaluation."""
     listed = run.evaluations
-    known = np.array([e.sent_bytes for e in listed])
-    counted = run.sent_at(np.array([e.time for e in listed]))
     return {
         "trained": np.array([e.trained for e in listed]),
-        "sent": np.where(np.isfinite(known), known, counted) if listed else known,
+        "sent": run.sent_at(np.array([e.time for e in listed])),
         "loss": np.array([e.loss for e in listed]),
         "quality": np.array([e.quality for e in listed]),
     }

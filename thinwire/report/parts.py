@@ -158,7 +158,7 @@ def notes(notes: Sequence[str]) -> Markup:
 def again(runs: Sequence[Run], folder: Path) -> Markup:
     """Everything that is needed to run it again."""
     first = runs[0]
-    commands = list(dict.fromkeys(run.command for run in runs if run.command))
+    commands = list(dict.fromkeys(command for run in runs for command in run.commands if command))
     seeds = ", ".join(dict.fromkeys(run.seed for run in runs if run.seed))
     what = {
         "started": _moment(first.started),
@@ -178,7 +178,7 @@ def again(runs: Sequence[Run], folder: Path) -> Markup:
     command = [tag("pre", command, tabindex=0) for command in commands] or [
         tag("p", "The command was not recorded.", class_="note")
     ]
-    title = "Command of the last start" if any(run.gaps for run in runs) else "Command"
+    title = "Commands, of the first start and of those after it" if any(run.gaps for run in runs) else "Command"
     return tag(
         "section",
         tag("h2", "To run it again"),

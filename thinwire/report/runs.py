@@ -115,7 +115,7 @@ class Run:
     name: str
     method: str = ""
     seed: str = ""
-    command: str = ""
+    commands: list[str] = field(default_factory=list)
     started: str = ""
     settings: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, str]] = field(default_factory=dict)
