@@ -16,6 +16,8 @@ STACKED = 80
 
 def predicted(run: Run) -> Chart | str:
     measured, expected = run.columns["step_seconds"], run.columns["predicted_seconds"]
+    # Nobody knows when the first step after a start began. What it waited in its exchange is known, and may be long.
+    measured = np.where(np.isfinite(measured), measured, run.columns["seconds"])
     if not np.isfinite(measured).any():
         return "Step time: the run recorded none."
     drawn = [summarised("measured", BLUE, run.columns["time"], measured, gaps=run.gaps)]

@@ -28,6 +28,7 @@ from thinwire.link.base import Link
 from thinwire.link.tcp import TcpLink
 from thinwire.train.caution import Caution, warn_of_bias
 from thinwire.train.layout import Layout
+from thinwire.train.rehearsal import rehearse_compressor
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment
 
@@ -155,6 +156,7 @@ class Gossip:
         agree(self.link, {**facts, "mixing matrix": W})
         if broadcast_parameters:
             spread(self.link, [*model.parameters(), *model.buffers()])
+        rehearse_compressor(self.compressor, self._layout.dtype)
         self.method: Method = kind(self.link, graph, self.compressor, self._flat(), seed, **options)
         self.method.overlap = overlap
         self._ended = math.nan
@@ -223,6 +225,7 @@ class Gossip:
         """
         self.compressor = _compressor(compressor)
         warn_of_bias(type(self.method), self.compressor)
+        rehearse_compressor(self.compressor, self._layout.dtype)
         self.method.recompress(self.compressor)
 
     def _record_step(self, last: GossipRecord) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from thinwire.compress.base import has_kernels, multiply
 from thinwire.compress.histogram import Histogram
+from thinwire.compress.quantize import Compressor, Draw
 from thinwire.link.base import Link
 from thinwire.link.thread import ThreadWorld
 from thinwire.train.sync import Synchronizer
@@ -39,6 +40,11 @@ def rehearse() -> None:
     ThreadWorld(2).run(_exchange)
     if time.monotonic() - begin > NOTICEABLE_SECONDS:
         log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
+
+
+def rehearse_compressor(compressor: Compressor, dtype: torch.dtype) -> None:
+    """Compress a small vector and undo it, for a gossip whose neighbours would wait for the first."""
+    compressor.apply(torch.linspace(-1, 1, ENTRIES, dtype=dtype), Draw(seed=0, step=0, rank=0))
 
 
 def _exchange(link: Link) -> None:
