@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from tests.laws.faulty import FaultyWorld
+from thinwire.compress.quantize import Compressor
 from thinwire.gossip.mail import Event
 from thinwire.gossip.topology import build
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.records import read
 from thinwire.train.gossip import Gossip
+from thinwire.train.rehearsal import rehearse_compressor
 
 
 def start_gossip(link: ThreadLink, method: str, **settings: Any) -> tuple[torch.nn.Module, Any, Gossip]:
@@ -259,6 +261,26 @@ def test_what_is_not_a_compressor_is_refused_on_the_way_too() -> None:
         return str(gossip.compressor)
 
     assert ThreadWorld(2).run(program) == ["int8", "int8"]
+
+
+def test_whatever_a_compressor_has_to_compile_it_compiles_before_a_step_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first step all neighbours would wait for it, and in the first after `recompress` again."""
+    ran = list[str]()
+
+    def noting(compressor: Compressor, dtype: torch.dtype) -> None:
+        ran.append(f"{compressor} {dtype}")
+        rehearse_compressor(compressor, dtype)
+
+    monkeypatch.setattr("thinwire.train.gossip.rehearse_compressor", noting)
+
+    def program(link: ThreadLink) -> None:
+        _, _, gossip = start_gossip(link, "choco", compressor="int4")
+        gossip.recompress("topk:0.1")
+
+    ThreadWorld(2).run(program)
+    assert sorted(ran) == ["int4 torch.float32"] * 2 + ["topk:0.1 torch.float32"] * 2
 
 
 def test_records_hold_every_step_and_everything_that_went_wrong(tmp_path: Path) -> None:

@@ -70,6 +70,19 @@ def test_what_is_shown_over_time_begins_when_the_training_did(tmp_path: Path) ->
     assert min(starts) == 0.8
 
 
+def test_a_first_step_that_waited_long_is_drawn_though_nobody_knows_when_it_began(tmp_path: Path) -> None:
+    folder = recorded.run(tmp_path / "run", steps=60)
+
+    def stalled(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        first = next(line for line in lines if line["kind"] == "step")
+        first |= {"step_seconds": None, "seconds": 12.5}
+        return lines
+
+    rewrite(folder / "records.jsonl", stalled)
+    lines = [line for spec in made(folder).specs for pane in spec.get("panes", []) for line in pane.get("series", [])]
+    assert 12500 in [max(line.get("high", line["y"])) for line in lines if line["name"] == "measured"]  # ms
+
+
 def test_a_decision_shows_its_candidates_its_front_and_its_reason(tmp_path: Path) -> None:
     folder = recorded.run(tmp_path / "run")
     decisions = [line for line in lines_of(folder / "records.jsonl") if line["kind"] == "decision"]
