@@ -210,10 +210,7 @@ class View:
         if network is not None:
             price = prices.seconds(way, plan.ratio, network)
             beyond, usual = exchange - compress - price - self.handling(way, prices), extras.get(str(way))
-            # Faster than its price, or than that by as much as usual: where hosts wait for processors, what is beyond a
-            # price comes and goes by itself.
-            is_known = usual is not None and usual.samples >= 3 and way.collective != "torch"
-            change = beyond - min(0.0, usual.value) if is_known else 0.0
+            change = 0.0 if usual is None or usual.samples < 3 or way.collective == "torch" else beyond - usual.value
             moving, noticeable = 0.0, NOTICEABLE * exchange
             if -change > noticeable and not rate_is_new:
                 moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
