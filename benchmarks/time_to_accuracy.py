@@ -46,16 +46,16 @@ from thinwire.lab.schedule import Schedule
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "time_to_accuracy.json"
-HOSTS, BATCH, RATE = 8, 16, 0.03
+HOSTS, BATCH, RATE = 8, 16, 0.01
 SECONDS, KEPT_EVERY, AVERAGED = 60.0, 1.0, 5
-TARGETS = (0.80, 0.84, 0.86)
+TARGETS = (0.80, 0.83, 0.85)
 PLACES = ("/usr/share/datasets/fashion-mnist", "/usr/share/dataset-fashion-mnist", "/usr/share/fashion-mnist")
 
 # Scaled so that this small model meets the paper's ratio of computing to sending, and in the time of a run.
 NETWORKS: dict[str, dict[str, float]] = {
-    "c1": {"scale": 1000, "speed": 500 / SECONDS},
-    "c2": {"scale": 1000, "speed": 500 / SECONDS},
-    "unpredictable": {"scale": 10, "speed": 1},
+    "c1": {"scale": 200, "speed": 500 / SECONDS},
+    "c2": {"scale": 200, "speed": 500 / SECONDS},
+    "unpredictable": {"scale": 2, "speed": 1},
 }
 METHODS: dict[str, dict[str, Any]] = {
     "adaptive": {},
@@ -245,14 +245,14 @@ def decisions(path: Path) -> list[dict[str, Any]]:
 
 
 def net() -> nn.Module:
-    """42,394 parameters, and little computing: eight hosts share two cores, and what is compared is the network."""
+    """197,918 parameters, and little computing: eight hosts share two cores, and what is compared is the network."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(8 * 81, 64),
+        nn.Linear(8 * 81, 300),
         nn.ReLU(),
-        nn.Linear(64, 10),
+        nn.Linear(300, 10),
     )
 
 

@@ -42,7 +42,7 @@ from thinwire.types import Moment, Network
 HOSTS = (4, 8)
 LATENCIES = ("1ms", "5ms", "20ms")
 RATES = ("20mbit", "60mbit", "200mbit")  # where eight hosts have 500 each, the lab alone needs one core of two
-SIZES = (250_000, 1_000_000, 4_000_000)
+SIZES = (100_000, 1_000_000, 4_000_000)
 STEPS, REPEATS = 60, 10
 COMPUTE_SECONDS = 0.03  # what a training step does besides
 WORTH_MEASURING = 2.5  # times the least price: what is beyond cannot be the fastest

@@ -109,7 +109,7 @@ def regret(
     params: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="N", help="Entries of the gradient; may be given several times, else 0.25, 1 and 4 million."
+            metavar="N", help="Entries of the gradient; may be given several times, else 0.1, 1 and 4 million."
         ),
     ] = None,
     ratio: Ratio = 0.01,

@@ -48,9 +48,12 @@ OLD_SECONDS = 10.0  # after which a sample is half as certain
 LONG_AGO_SECONDS = 30.0  # after which a round trip is no reason any more to disbelieve a longer one that was delayed
 
 PROBE_SHARE = 0.009  # of the bytes sent: under 1 %
+CALM_SHARE = 0.005  # while nothing moves, so that there is something left for when it does
 PROBES_PER_SECOND = 100.0  # each costs two processes some 30 microseconds
 LEAST_PROBES_PER_SECOND = 1.0  # whatever is sent
 PROBES_AT_ONCE = 4
+RESTLESS = 8  # steps after a number has moved, or seemed to
+CONFIRMED = 1.25  # the ratio by which others must have seen the latency rise, for one round trip to confirm it
 
 
 class Estimate(NamedTuple):
@@ -145,18 +148,27 @@ class Monitor:
         self._watches = [_Watch("alpha"), _Watch("beta")]
         self._asked_at = clock()
         self._sent_bytes = self._probe_bytes = 0
+        self._restless = 0
         # Each rank begins behind itself, so that they do not all ask the same one.
         turn = [((rank or 0) + i) % world_size for i in range(world_size)]
         self._turn = deque(peer for peer in turn if peer != rank)
 
-    def note(self, reading: Reading, sent_bytes: int) -> None:
-        """Take in what the link noticed during a step. `sent_bytes` counts from the beginning of the run."""
+    def note(self, reading: Reading, sent_bytes: int, agreed_alpha: float | None = None) -> None:
+        """Take in what the link noticed during a step. `sent_bytes` counts from the beginning of the run.
+
+        `agreed_alpha` is what all ranks together hold the latency to be: some may have seen it rise before this one.
+        """
         now = self._clock()
+        before = self.alpha_now(), self.beta_now()
         self._step += 1
         self._sent_bytes = max(self._sent_bytes, sent_bytes)
         self._probe_bytes += max(0, reading.probe_bytes)
-        self._note_round_trips(reading, now)
+        self._note_round_trips(reading, now, agreed_alpha)
         self._note_rate(reading.stretches, now)
+        has_moved = any(map(_are_apart, before, (self.alpha_now(), self.beta_now())))
+        self._restless = max(0, self._restless - 1)
+        if has_moved or self._risen:
+            self.be_restless()
         for watch, value, is_new in (
             (self._watches[0], self.alpha_now(), any(trips[-1].step == self._step for trips in self._known_trips())),
             (self._watches[1], self.beta_now(), self.beta_is_new),
@@ -215,11 +227,16 @@ class Monitor:
 
     # --- what to ask
 
+    def be_restless(self) -> None:
+        """Something was not as expected: ask more for some steps."""
+        self._restless = RESTLESS
+
     def probes_due(self) -> list[int]:
         """The peers to probe now: in turn, as many as what was sent pays for, and at least one a second."""
         now, peers = self._clock(), len(self._turn)
         since = now - self._asked_at
-        paid = (PROBE_SHARE * self._sent_bytes - self._probe_bytes) / PROBE_BYTES
+        share = PROBE_SHARE if self._restless else CALM_SHARE
+        paid = (share * self._sent_bytes - self._probe_bytes) / PROBE_BYTES
         due = min(int(paid), int(since * PROBES_PER_SECOND), PROBES_AT_ONCE, peers)
         if due <= 0:
             due = min(int(since * LEAST_PROBES_PER_SECOND), 1, peers)
@@ -232,12 +249,12 @@ class Monitor:
 
     # --- round trips
 
-    def _note_round_trips(self, reading: Reading, now: float) -> None:
+    def _note_round_trips(self, reading: Reading, now: float, agreed_alpha: float | None) -> None:
         clear, delayed = self._least_of_each(reading.round_trips), self._least_of_each(reading.delayed)
         self._look_for_a_rise(clear, delayed, now)
         for peer, seconds in delayed.items():
             self._delayed.setdefault(peer, deque(maxlen=TRIPS_KEPT)).append(_Sample(self._step, now, seconds, 0.25))
-        if self._is_a_rise():
+        if self._is_a_rise() or self._is_confirmed(agreed_alpha):
             self._forget_all_before(self._risen[0].step)
         for peer, seconds in delayed.items():
             self._use_delayed(peer, seconds, now)
@@ -301,6 +318,13 @@ class Monitor:
             return False
         least, second, *_ = sorted(sample.value for sample in self._risen)
         return second <= least * (1 + NOTICEABLE) or len(self._risen) == IN_A_ROW_FOR_SURE
+
+    def _is_confirmed(self, agreed_alpha: float | None) -> bool:
+        """Whether the last round trips are above expectation, and so is what all ranks together hold to be true."""
+        own = self.alpha_now()
+        if agreed_alpha is None or own is None or not self._risen:
+            return False
+        return agreed_alpha > own * CONFIRMED and self._risen[-1].step == self._step
 
     def _forget_before_a_rise(self, samples: deque[_Sample]) -> None:
         """The same for one peer, which may have become farther away than the others."""
@@ -388,6 +412,11 @@ def _least(samples: Iterable[_Sample]) -> float:
 
 def _can_be_believed(nbytes: int, seconds: float) -> bool:
     return _is_within(seconds, (1e-9, 1e6)) and _is_within(nbytes / seconds, RATES)
+
+
+def _are_apart(before: float | None, after: float | None) -> bool:
+    """Whether a number has become another, or known."""
+    return after is not None and (before is None or abs(after / before - 1) > NOTICEABLE)
 
 
 def _is_within(value: float, bounds: tuple[float, float]) -> bool:

@@ -36,6 +36,7 @@ TELL_EVERY, TELL_SECONDS = 5, 1.0  # between two tellings beside exchanges that 
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
 SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
+SURPRISING = 1.2  # times what a step was expected to take
 
 log = logging.getLogger("thinwire")
 
@@ -184,7 +185,7 @@ class Pilot:
 
     def tell_by_torch(self, step: int) -> None:
         """Tell beside an exchange that carries no numbers, without waiting for it."""
-        self.monitor.note(self.link.read_out(), self.link.sent_bytes)
+        self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha)
         self._digest_histogram()
         told = self.tell(step, Told(energy=self._energy, energy_sent=self._energy))
         numbers = torch.tensor(told, dtype=torch.float32)
@@ -233,13 +234,15 @@ class Pilot:
         self._times = (whole, exchange, compress) if known else (0.0, 0.0, 0.0)
         self._before = self.plan if known else None
         self._last_end = now
+        if self.decision is not None and whole > SURPRISING * self.decision.seconds:
+            self.monitor.be_restless()
         return whole
 
     def measure(self) -> None:
         """Note what the link has noticed, and use the quiet after an exchange to ask for more."""
         if self._measuring.allows or self.monitor.is_in_doubt:
             with self._measuring:
-                self.monitor.note(self.link.read_out(), self.link.sent_bytes)
+                self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha)
                 self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
 
     def _decide(self, step: int) -> None:
