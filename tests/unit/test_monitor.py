@@ -210,6 +210,23 @@ def test_a_rise_is_followed_although_each_of_many_peers_is_asked_seldom() -> Non
     assert value(network.monitor.alpha()) == pytest.approx(4 * ALPHA, rel=0.15)
 
 
+@pytest.mark.parametrize(("agreed", "is_believed"), [(None, False), (ALPHA, False), (3 * ALPHA, True)])
+def test_one_round_trip_is_enough_where_the_others_have_seen_a_rise(agreed: float | None, is_believed: bool) -> None:
+    network = Network()
+    network.steps(20)
+    far = Reading(((1, 8 * ALPHA), (2, 8 * ALPHA), (3, 8 * ALPHA)))
+    network.monitor.note(far, network.sent_bytes, agreed)
+    assert value(network.monitor.alpha()) == pytest.approx(4 * ALPHA if is_believed else ALPHA, rel=0.1)
+
+
+def test_but_what_the_others_have_seen_alone_moves_nobody() -> None:
+    network = Network()
+    network.steps(20)
+    near = Reading(((1, network.round_trip()),))
+    network.monitor.note(near, network.sent_bytes, 3 * ALPHA)
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.1)
+
+
 def test_one_peer_that_moves_away_alone_is_noticed() -> None:
     monitor = Monitor(4, rank=0)
     for _ in range(10):
@@ -350,6 +367,17 @@ def test_probes_stay_under_one_percent_of_the_bytes_sent(nbytes: int) -> None:
     floor = network.now * PROBE_BYTES  # one a second, whatever is sent
     assert network.probe_bytes <= max(0.01 * network.sent_bytes, floor)
     assert network.probe_bytes > 0
+
+
+def test_what_is_not_as_expected_makes_it_ask_more() -> None:
+    network = Network()
+    network.steps(200, 30_000)
+    before = network.probe_bytes
+    network.steps(8, 30_000)
+    calm, before = network.probe_bytes - before, network.probe_bytes
+    network.monitor.be_restless()
+    network.steps(8, 30_000)
+    assert network.probe_bytes - before > 1.5 * calm > 0
 
 
 def test_without_traffic_there_is_one_probe_a_second_each_peer_in_turn() -> None:
