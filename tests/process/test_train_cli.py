@@ -29,6 +29,7 @@ from tests.process.runs import (
 )
 from tests.process.terminals import Terminal
 from tests.timing import timing
+from tests.unit.test_data import write_fashion
 from thinwire.cli import app
 from thinwire.jobs import outcome
 from thinwire.lab import namespaces
@@ -260,6 +261,16 @@ def test_missing_data_is_said_before_anything_starts(out: Path, words: list[str]
     result = CliRunner().invoke(app, [*words, "--out", str(out)])
     assert result.exit_code == 2
     assert "/no/text does not exist" in result.output and result.output.count("\n") == 1
+    assert not out.exists()
+
+
+def test_so_is_a_file_that_is_missing_among_others(out: Path, tmp_path: Path) -> None:
+    (write_fashion(tmp_path / "images") / "t10k-labels-idx1-ubyte.gz").unlink()
+    result = CliRunner().invoke(
+        app, ["train", "fashion-mnist", "--folder-of-data", str(tmp_path / "images"), "--out", str(out)]
+    )
+    assert result.exit_code == 2
+    assert "t10k-labels-idx1-ubyte.gz is missing" in result.output and result.output.count("\n") == 1
     assert not out.exists()
 
 

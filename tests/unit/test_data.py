@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.jobs import data
+from thinwire.jobs import data, fashion
 from thinwire.jobs.data import Loader, Share, load, own, partition
 
 
@@ -66,9 +66,9 @@ def test_fashion_mnist_is_read_from_a_folder(packed: bool, tmp_path: Path) -> No
 
 def test_fashion_mnist_is_found_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_fashion(tmp_path / "here")
-    monkeypatch.setattr(data, "PLACES", (str(tmp_path / "nowhere"), str(tmp_path / "here")))
+    monkeypatch.setattr(fashion, "PLACES", (str(tmp_path / "nowhere"), str(tmp_path / "here")))
     assert len(load("fashion-mnist").train) == 40
-    monkeypatch.setattr(data, "PLACES", (str(tmp_path / "nowhere"),))
+    monkeypatch.setattr(fashion, "PLACES", (str(tmp_path / "nowhere"),))
     with pytest.raises(ValueError, match="Debian package dataset-fashion-mnist"):
         load("fashion-mnist")
 

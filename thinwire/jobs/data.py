@@ -22,14 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from thinwire.jobs import fashion
 from thinwire.jobs.own import in_words, maker_of
 
-PLACES = (
-    "/usr/share/datasets/fashion-mnist",
-    "/usr/share/dataset-fashion-mnist",
-    "/usr/share/fashion-mnist",
-    "~/.cache/fashion-mnist",
-)
 SPLIT_SEED = 0  # of what is learned and what is tested on: the same in every run, whatever its own seed
 CONTEXT = 64  # characters that are seen at once
 VOCABULARY = 128  # characters that are told apart; the rarer ones are all one
@@ -149,40 +144,22 @@ def _split(number: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _fashion(folder: str | None) -> Data:
     """60,000 and 10,000 images of 28 x 28, in the IDX files of their authors."""
-    place = _place(folder)
-    train, test = (_images(place, part) for part in ("train", "t10k"))
+    files = fashion.find(folder)
+    train, test = (_images(files, part) for part in ("train", "t10k"))
     return Data(train=train, test=test, shape=tuple(train.inputs.shape[1:]), classes=10)
 
 
-def _place(folder: str | None) -> Path:
-    places = [Path(place).expanduser() for place in (PLACES if folder is None else (folder,))]
-    for place in places:
-        if _file(place, "train-images-idx3-ubyte") is not None:
-            return place
-    where = f"none of {', '.join(map(str, places))}" if folder is None else f"not in {folder}"
-    raise ValueError(
-        f"Fashion-MNIST's train-images-idx3-ubyte.gz is {'in ' if folder is None else ''}{where}: install the Debian "
-        "package dataset-fashion-mnist, or name the folder of the four IDX files."
-    )
-
-
-def _images(place: Path, part: str) -> Images:
-    images, labels = (_idx(place, f"{part}-{name}-ubyte") for name in ("images-idx3", "labels-idx1"))
+def _images(files: Mapping[str, Path], part: str) -> Images:
+    images, labels = (_idx(files[f"{part}-{name}-ubyte"]) for name in ("images-idx3", "labels-idx1"))
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels) or (labels.size and labels.max() > 9):
+        place = files[f"{part}-images-idx3-ubyte"].parent
         raise ValueError(f"{place} has {part} images of shape {images.shape} that do not fit labels of {labels.shape}.")
     inputs = torch.from_numpy(images).unsqueeze(1)
     return Images(inputs, torch.from_numpy(labels.astype(np.int64)), mean=72.94, deviation=90.02)
 
 
-def _file(place: Path, name: str) -> Path | None:
-    return next((path for path in (place / f"{name}.gz", place / name) if path.is_file()), None)
-
-
-def _idx(place: Path, name: str) -> Bytes:
+def _idx(path: Path) -> Bytes:
     """An array of bytes as IDX has it: 0, 0, the type, the number of sides, the sides, the bytes."""
-    path = _file(place, name)
-    if path is None:
-        raise ValueError(f"{place / name}.gz is missing: install the Debian package dataset-fashion-mnist again.")
     try:
         raw = path.read_bytes()
         content = gzip.decompress(raw) if path.suffix == ".gz" else raw
