@@ -1,8 +1,8 @@
 """Does the controller choose right? Real hosts in the lab, a grid of networks and gradient sizes.
 
-In every cell the network changes to a new latency and rate while an adaptive run goes on. How long until the ranks
-agree on the new latency and rate, and how far off are they in the end? Then every way that could be the best there is
-measured, in turns, and the one that was chosen is compared with the fastest:
+In every cell the network changes to a new latency and rate while an adaptive run goes on. After how many steps do the
+ranks agree on what they will hold the new latency and rate to be, and how far is that off? Then every way that could be
+the best there is measured, in turns, and the one that was chosen is compared with the fastest:
     regret = measured seconds of the chosen way / measured seconds of the fastest way - 1.
 """
 
@@ -47,6 +47,7 @@ STEPS, REPEATS = 60, 10
 COMPUTE_SECONDS = 0.03  # what a training step does besides
 WORTH_MEASURING = 2.5  # times the least price: what is beyond cannot be the fastest
 CLOSE = 0.15
+LAST = 10  # steps of a cell, in which all has settled
 
 
 def main(hosts: Sequence[int], sizes: Sequence[int], ratio: float, as_json: bool) -> None:
@@ -87,7 +88,8 @@ def summarise(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
         "beta_error": middle("beta_error"),
         "prediction_error": middle("prediction_error"),
         "steps_to_follow": middle("steps_to_follow"),
-        "never_followed": sum(cell["steps_to_follow"] is None for cell in cells),
+        "steps_to_truth": middle("steps_to_truth"),
+        "never_true": sum(cell["steps_to_truth"] is None for cell in cells),
     }
 
 
@@ -133,11 +135,11 @@ class _Bench:
             controller = Adaptive(objective="seconds", ratios=(self._ratio, self._ratio))
             self._adaptive = Synchronizer(self._model, controller, link=self._link, broadcast_parameters=False)
         trace = [self._step(self._adaptive) for _ in range(STEPS)]
-        network = self._adaptive.network
+        network = _last_of(trace)
         chosen, measured = way_of(self._adaptive.plan), self._measure(truth, way_of(self._adaptive.plan))
         best = min(measured, key=lambda way: measured[way])
-        predicted = [step["predicted"] for step in trace[-10:] if step["predicted"] is not None]
-        last = statistics.median(step["seconds"] for step in trace[-10:])
+        predicted = [step["predicted"] for step in trace[-LAST:] if step["predicted"] is not None]
+        last = statistics.median(step["seconds"] for step in trace[-LAST:])
         return {
             "hosts": self._link.world_size,
             "size": self._prices.numel,
@@ -149,7 +151,8 @@ class _Bench:
             "alpha_error": None if network is None else round(abs(network.alpha / truth.alpha - 1), 4),
             "beta_error": None if network is None else round(abs(network.beta / truth.beta - 1), 4),
             "prediction_error": round(abs(statistics.median(predicted) / last - 1), 4) if predicted else None,
-            "steps_to_follow": _followed(trace, truth),
+            "steps_to_follow": None if network is None else _steps_to(network, trace),
+            "steps_to_truth": _steps_to(truth, trace),
             "measured_ms": {str(way): round(seconds * 1e3, 3) for way, seconds in measured.items()},
             "priced_ms": {
                 str(way): round(self._prices.seconds(way, self._ratio, truth) * 1e3, 3) for way in self._ways
@@ -219,11 +222,20 @@ class _Bench:
         return [float(n) for n in ALL_GATHERS["direct"].run(self._link, numbers).tolist()]
 
 
-def _followed(trace: Sequence[dict[str, Any]], truth: Network) -> int | None:
-    """After how many steps latency and rate were close to the truth; None if never."""
+def _last_of(trace: Sequence[dict[str, Any]]) -> Network | None:
+    """What latency and rate were held to be in the last steps."""
+    known = [step for step in trace[-LAST:] if step["alpha"] and step["beta"]]
+    if not known:
+        return None
+    alpha, beta = (statistics.median(step[name] for step in known) for name in ("alpha", "beta"))
+    return Network(alpha=alpha, beta=beta)
+
+
+def _steps_to(network: Network, trace: Sequence[dict[str, Any]]) -> int | None:
+    """After how many steps latency and rate were close to these; None if never."""
     for step, seen in enumerate(trace, start=1):
         if seen["alpha"] and seen["beta"]:
-            if abs(seen["alpha"] / truth.alpha - 1) <= CLOSE and abs(seen["beta"] / truth.beta - 1) <= CLOSE:
+            if abs(seen["alpha"] / network.alpha - 1) <= CLOSE and abs(seen["beta"] / network.beta - 1) <= CLOSE:
                 return step
     return None
 
