@@ -57,7 +57,8 @@ class Thrift:
 
     def __exit__(self, *_: object) -> None:
         cost = self._link.processor_seconds() - self._start
-        self._next = self._link.now() + min(cost / self._share, LONGEST_PAUSE)
+        # What happened in parts, or before it was allowed, is waited for all the longer.
+        self._next = max(self._next, self._link.now()) + min(cost / self._share, LONGEST_PAUSE)
 
 
 class Course(NamedTuple):

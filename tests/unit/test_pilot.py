@@ -1,0 +1,56 @@
+"""What a pilot may take of a rank's time."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from thinwire.link.base import Link
+from thinwire.train.pilot import Thrift
+
+SHARE = 0.01
+STEP_SECONDS = 0.02
+
+
+class Processor:
+    """A link's clocks, one for all the time and one for the time in which this rank computes."""
+
+    def __init__(self) -> None:
+        self.wall = self.busy = 0.0
+
+    def now(self) -> float:
+        return self.wall
+
+    def processor_seconds(self) -> float:
+        return self.busy
+
+    def compute(self, seconds: float) -> None:
+        self.wall += seconds
+        self.busy += seconds
+
+
+@pytest.mark.parametrize("parts", [(0.003,), (0.003, 0.0001), (0.0001, 0.003), (0.0005,) * 6])
+def test_what_is_done_now_and_then_takes_no_more_than_its_share_in_however_many_parts(parts: tuple[float, ...]) -> None:
+    processor = Processor()
+    thrift = Thrift(SHARE, cast(Link, processor))
+    for _ in range(5000):
+        processor.wall += STEP_SECONDS
+        if thrift.allows:
+            for seconds in parts:
+                with thrift:
+                    processor.compute(seconds)
+    allowed = SHARE * processor.wall
+    assert 0.8 * allowed < processor.busy <= allowed + sum(parts)
+
+
+def test_what_was_done_before_it_was_allowed_is_waited_for() -> None:
+    processor = Processor()
+    thrift = Thrift(SHARE, cast(Link, processor))
+    for _ in range(3):
+        with thrift:
+            processor.compute(0.001)
+    processor.wall += 0.29
+    assert not thrift.allows
+    processor.wall += 0.02
+    assert thrift.allows
