@@ -6,11 +6,12 @@ and a stretch of b bytes that came in without a pause takes b beta.
 
 Noise has a side. Nothing makes a round trip shorter than it is, and everything else (a queue, a process that is not let
 run) makes it longer: so alpha is taken from the least of the last few. When the network itself becomes slower, that
-least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten. A rate
-errs both ways (senders that serve several at once, packets in bunches), so beta is a median over the last few steps;
-two in a row that are long or steady, alike, and far from those before are a change, and the ones before are forgotten.
-A stretch that is over in a moment is likely to be from one sender that was serving all its peers: it says how fast the
-network is at least, and nothing beyond.
+least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten; one is
+enough where the ranks together have come to hold the latency to be higher than this one does. A rate errs both ways
+(senders that serve several at once, packets in bunches), so beta is a median over the last few steps; two in a row that
+are long or steady, alike, and far from those before are a change, and the ones before are forgotten. A stretch that is
+over in a moment is likely to be from one sender that was serving all its peers: it says how fast the network is at
+least, and nothing beyond.
 
 Only numbers come in here, and whatever they are, none goes out that cannot be.
 """
