@@ -57,6 +57,9 @@ def disagree(rank: int, kind: str, field: str, ahead: bool, timeout: float) -> t
         if ahead:
             dist.barrier()
     result = raised_by(works[-1].wait)
+    store = torch.distributed.group.WORLD.get_group_store()
+    store.set(f"rank {rank} has seen its end", "")
+    store.get(f"rank {1 - rank} has seen its end")  # or the first to leave would be lost to the other
     link.close()
     return result
 
