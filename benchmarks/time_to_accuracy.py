@@ -15,7 +15,6 @@ schedule says.
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import statistics
@@ -29,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire import records as thinwire_records
 from thinwire.bench.machine import describe_machine
+from thinwire.jobs.data import load
 from thinwire.lab import profiles, registry
 from thinwire.lab.lab import Lab, ask, visit
 from thinwire.lab.run import run
@@ -49,7 +48,6 @@ RESULTS = HERE / "results" / "time_to_accuracy.json"
 HOSTS, BATCH, RATE = 8, 16, 0.01
 SECONDS, KEPT_EVERY, AVERAGED = 60.0, 1.0, 5
 TARGETS = (0.80, 0.83, 0.85)
-PLACES = ("/usr/share/datasets/fashion-mnist", "/usr/share/dataset-fashion-mnist", "/usr/share/fashion-mnist")
 
 # Scaled so that this small model meets the paper's ratio of computing to sending, and in the time of a run.
 NETWORKS: dict[str, dict[str, float]] = {
@@ -276,22 +274,14 @@ def curve_of(kept: list[tuple[float, int, torch.Tensor]]) -> list[list[float]]:
 
 
 def fashion(part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """IDX files, as Debian's package dataset-fashion-mnist installs them."""
-    for place in map(Path, PLACES):
-        with suppress(FileNotFoundError):
-            images, labels = (_idx(place / f"{part}-{name}-ubyte.gz") for name in ("images-idx3", "labels-idx1"))
-            pixels = torch.from_numpy(images[16:].copy()).view(-1, 1, 28, 28)
-            return pixels, torch.from_numpy(labels[8:].copy()).long()
-    raise SystemExit(f"Fashion-MNIST is in none of {', '.join(PLACES)}: apt-get install dataset-fashion-mnist")
+    loaded = load("fashion-mnist")
+    examples = loaded.train if part == "train" else loaded.test
+    return examples.inputs, examples.labels
 
 
 def scaled(pixels: torch.Tensor) -> torch.Tensor:
     """With mean 0 and deviation 1, as floats, only those that are needed: eight hosts have one memory."""
     return (pixels.float() / 255 - 0.286) / 0.353
-
-
-def _idx(path: Path) -> Any:
-    return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
 
 
 if __name__ == "__main__":

@@ -166,13 +166,14 @@ class Monitor:
         self._probe_bytes += max(0, reading.probe_bytes)
         self._note_round_trips(reading, now, agreed_alpha)
         self._note_rate(reading.stretches, now)
-        has_moved = any(map(_are_apart, before, (self.alpha_now(), self.beta_now())))
+        alpha, beta = self.alpha_now(), self.beta_now()
+        has_moved = any(map(_are_apart, before, (alpha, beta)))
         self._restless = max(0, self._restless - 1)
         if has_moved or self._risen:
             self.be_restless()
         for watch, value, is_new in (
-            (self._watches[0], self.alpha_now(), any(trips[-1].step == self._step for trips in self._known_trips())),
-            (self._watches[1], self.beta_now(), self.beta_is_new),
+            (self._watches[0], alpha, any(trips[-1].step == self._step for trips in self._known_trips())),
+            (self._watches[1], beta, self.beta_is_new),
         ):
             if value is not None and is_new:
                 change = watch.look(_Sample(self._step, now, value))
