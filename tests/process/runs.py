@@ -88,3 +88,7 @@ def a_training(out: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
     finally:
         process.kill()
         process.communicate()
+
+
+def of_kind(kind: str, written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in written if record["kind"] == kind]
