@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.process.terminals import COLOUR, Terminal, Tmux
-from thinwire.jobs import outcome
+from thinwire.jobs import live, outcome
 from thinwire.jobs.job import Job
 from thinwire.jobs.live import picture, view_of
 from thinwire.jobs.progress import MANY, RECENT, Progress, Tail, line_of, progress_of
@@ -188,6 +188,20 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
         lines[3].startswith("step 141 of 200, epoch 12.8, 0:07, about 0:02 left; loss 0.287")
         and "accuracy 91.2%" in lines[3]
     )
+
+
+def test_without_a_terminal_a_long_start_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "TELL_EVERY", 0.0)
+    monkeypatch.setattr(live, "DRAW_EVERY", 0.0)
+    screen = io.StringIO()
+    view = view_of(JOB, tmp_path, Console(file=screen, width=200), "a run")
+    view.look()
+    view.look()
+    write(tmp_path, [BEGAN, *some_steps(0, 5)])
+    view.look()
+    _, waiting, plan, line = screen.getvalue().splitlines()
+    assert waiting == "the workers are starting, no step is done yet"
+    assert plan.startswith("from step 0 on: ") and line.startswith("step 5 of 200, ")
 
 
 def test_of_a_run_that_goes_on_only_what_is_new_is_told(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from tests import recorded
 from tests.pages import CHARTS
 from tests.process.launch import run_ranks
 from tests.process.models import loss_of, make
-from tests.unit.test_report_resumed import resumed_run
 from tests.unit.test_report_damage import HOSTILE
+from tests.unit.test_report_resumed import resumed_run
 from thinwire.report import page
 
 BROWSER = next(

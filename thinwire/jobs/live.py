@@ -196,9 +196,14 @@ class Plain(View):
             self._plan = progress.plan
 
     def show(self) -> None:
-        if time.monotonic() >= self._due and self.progress.step > self._told:
+        if time.monotonic() < self._due:
+            return
+        if self.progress.step > self._told:
             self._due = time.monotonic() + TELL_EVERY
             self._tell()
+        elif not self._line:
+            self._line = "the workers are starting, no step is done yet"
+            self.say(self._line)
 
     def show_end(self) -> None:
         if self.progress.step:
