@@ -20,7 +20,15 @@ from scipy.optimize import least_squares
 from thinwire.control.gain import CANDIDATES, GainCurve
 
 RESULTS = Path(__file__).parent / "results" / "steps_to_accuracy.json"
-MAIN = ("mlp-digits", "cnn-digits", "cnn-fashion", "transformer-text")
+MAIN = (
+    "mlp-digits",
+    "cnn-digits",
+    "cnn-digits-cool",
+    "mlp-fashion",
+    "cnn-fashion",
+    "cnn-fashion-cool",
+    "transformer-text",
+)
 # Those that gather against those that reduce; those that send each rank's largest against the rest.
 GATHERED = {"topk-allgather": 0, "ms-topk": 0, "layerwise-topk": 0, "star-topk": 1, "var-topk": 1}
 LARGEST = {"topk-allgather": 0, "ms-topk": 0, "layerwise-topk": 1, "star-topk": 1, "var-topk": 1}
@@ -76,14 +84,22 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "gain^-p": Form(lambda p, q, x: -p * np.log(x["gain"]), (0.3,)),
-    "1 + a (1/gain - 1)^b": Form(lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1) ** q[0]), (0.3,), (0.5,)),
-    "1 + a sqrt(1/gain - 1)": Form(lambda p, q, x: np.log1p(p * np.sqrt(1 / x["gain"] - 1)), (0.3,)),
-    "1 + a log(1/gain)": Form(lambda p, q, x: np.log1p(-p * np.log(x["gain"])), (0.3,)),
-    "1 + a (1/gain - 1)": Form(lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1)), (0.1,)),
-    "ratio^-p": Form(lambda p, q, x: -p * np.log(x["ratio"]), (0.2,)),
-    "1 + a (1/gain - 1)^b / steps of dense": Form(
+    "N_0 gain^-p": Form(lambda p, q, x: -p * np.log(x["gain"]), (0.3,)),
+    "N_0 (1 + a (1/gain - 1)^b)": Form(lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1) ** q[0]), (0.3,), (0.5,)),
+    "N_0 (1 + a sqrt(1/gain - 1))": Form(lambda p, q, x: np.log1p(p * np.sqrt(1 / x["gain"] - 1)), (0.3,)),
+    "N_0 (1 + a log(1/gain))": Form(lambda p, q, x: np.log1p(-p * np.log(x["gain"])), (0.3,)),
+    "N_0 (1 + a (1/gain - 1))": Form(lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1)), (0.1,)),
+    "N_0 ratio^-p": Form(lambda p, q, x: -p * np.log(x["ratio"]), (0.2,)),
+    "N_0 + d (1/gain - 1)": Form(lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1) / x["dense"]), (10.0,)),
+    "N_0 + d sqrt(1/gain - 1)": Form(lambda p, q, x: np.log1p(p * np.sqrt(1 / x["gain"] - 1) / x["dense"]), (30.0,)),
+    "N_0 + d (1/gain - 1)^(2/3)": Form(
+        lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1) ** (2 / 3) / x["dense"]), (30.0,)
+    ),
+    "N_0 + d (1/gain - 1)^b": Form(
         lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1) ** q[0] / x["dense"]), (30.0,), (0.5,)
+    ),
+    "N_0 + d N_0^c (1/gain - 1)^b": Form(
+        lambda p, q, x: np.log1p(p * (1 / x["gain"] - 1) ** q[0] * x["dense"] ** (q[1] - 1)), (5.0,), (0.7, 0.5)
     ),
 }
 GROUPS = {"one": dict.fromkeys(EXCHANGES, 0), "gathered": GATHERED, "largest": LARGEST, "each": EXCHANGES}
@@ -131,7 +147,7 @@ def print_steps(found: list[Row]) -> None:
                 " ".join(f"{np.mean(values):+6.2f}" for values in out.values()),
                 np.round(parameters, 3),
             )
-    form, group = FORMS["gain^-p"], GROUPS["largest"]
+    form, group = FORMS["N_0 + d (1/gain - 1)^(2/3)"], GROUPS["largest"]
     parameters = fit(form, group, main)
     print("\nthe chosen form, elsewhere and in parts: rms, bias")
     for setting in sorted({(row.task, row.world_size) for row in found}):

@@ -121,9 +121,9 @@ class Transformer(nn.Module):
         return logits.transpose(1, 2)  # (B, vocabulary, T)
 
 
-def mlp() -> nn.Module:
+def mlp(inputs: int = 64) -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+        nn.Flatten(), nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
     )
 
 
@@ -150,9 +150,16 @@ TASKS = {
     "cnn-fashion": Task(data=fashion, model=lambda: cnn(14), batch=16, every=10, targets=(0.70, 0.76, 0.80), lr=0.05),
     "transformer-text": _TEXT,
     "transformer-text-adam": replace(_TEXT, lr=2e-3, optimizer="adam"),
+    "mlp-fashion": Task(data=fashion, model=lambda: mlp(196), batch=16, every=20, targets=(0.78, 0.82, 0.84), lr=0.01),
+    "cnn-digits-cool": Task(data=digits, model=lambda: cnn(8), batch=8, every=10, targets=(0.85, 0.92, 0.95), lr=0.01),
+    "cnn-fashion-cool": Task(
+        data=fashion, model=lambda: cnn(14), batch=16, every=20, targets=(0.76, 0.80, 0.83), lr=0.01
+    ),
     "cnn-digits-hot": Task(data=digits, model=lambda: cnn(8), batch=8, every=5, targets=(0.85, 0.92, 0.95), lr=0.1),
 }
 
+# Longer trainings, at learning rates that are far from the largest.
+COOLER = ("mlp-fashion", "cnn-digits-cool", "cnn-fashion-cool")
 
 # Another number of workers, another optimizer, a learning rate near the largest that dense training bears.
 CHECKS = (("mlp-digits", 8), ("transformer-text-adam", 4), ("cnn-digits-hot", 4), ("mlp-digits", 2))
@@ -320,7 +327,7 @@ def plans() -> Iterator[tuple[str, str, float, int, int]]:
     main, others = ("topk-allgather", "star-topk"), ("var-topk", "layerwise-topk", "ms-topk")
     for seed in (0, 1, 2):
         for ratios in (RATIOS[::2], RATIOS[1::2]):
-            for task in ("mlp-digits", "cnn-digits", "transformer-text", "cnn-fashion"):
+            for task in ("mlp-digits", "cnn-digits", "transformer-text", "cnn-fashion", *COOLER):
                 yield task, "dense", 1.0, 4, seed
                 yield from ((task, exchange, ratio, 4, seed) for ratio in ratios[::-1] for exchange in main)
                 yield from ((task, exchange, 0.011, 4, seed) for exchange in others[:2])

@@ -17,7 +17,7 @@ import numpy as np
 from thinwire.control import pareto
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import CANDIDATES
-from thinwire.control.learning import POWERS, safe_gain, steps_factor
+from thinwire.control.learning import DELAYS, delay, safe_gain
 from thinwire.control.prices import Prices, Way
 from thinwire.control.view import Floats, View, way_of
 from thinwire.types import Network, Plan
@@ -130,6 +130,8 @@ class Adaptive:
             many more steps than dense training it needs (control/learning.py). "seconds" takes the fastest step,
             whatever it learns, so give it one ratio. "knee" is the rule of Tyagi & Swany: the knee of the front of time
             against 1/gain (control/pareto.py).
+        horizon: for how many steps of dense training to plan. What a plan needs more is a delay, the same however long
+            training goes on, so the further one plans the more a fast step is worth. The default is cautious.
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
         warmup: over so many steps the least ratio falls from 1 to the largest of `ratios`, in a line.
@@ -148,6 +150,7 @@ class Adaptive:
     """
 
     objective: str = "goodput"
+    horizon: int = 500
     ratios: tuple[float, float] = (0.001, 0.1)
     exchanges: tuple[str, ...] = SPARSE
     warmup: int = 0
@@ -170,13 +173,14 @@ class Adaptive:
             raise ValueError(f"unknown explore {self.explore!r}. Known are: {', '.join(EXPLORING)}.")
         if self.solver not in pareto.SOLVERS:
             raise ValueError(f"unknown solver {self.solver!r}. Known are: {', '.join(pareto.SOLVERS)}.")
-        if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= POWERS.keys():
-            raise ValueError(f"exchanges must be some of {', '.join(POWERS)}, got {self.exchanges!r}.")
+        if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= DELAYS.keys():
+            raise ValueError(f"exchanges must be some of {', '.join(DELAYS)}, got {self.exchanges!r}.")
         if self.least_gain is not None and not 0 <= self.least_gain <= 1:
             raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain}.")
-        if self.warmup < 0 or self.patience < 1:
+        if self.warmup < 0 or self.patience < 1 or self.horizon < 1:
             raise ValueError(
-                f"warmup cannot be negative and patience is at least 1, got {self.warmup}, {self.patience}."
+                "warmup cannot be negative, patience and horizon are at least 1, "
+                f"got {self.warmup}, {self.patience}, {self.horizon}."
             )
         for name in ("change", "gain_change", "time_change", "margin"):
             if not 0 < getattr(self, name) < 1:
@@ -315,8 +319,8 @@ class Adaptive:
     def _learning(self, way: Way, ratios: Floats, view: View) -> tuple[Floats, Floats]:
         """The gain at each ratio, and how many times more steps it takes."""
         gains = view.gains.gains(way.exchange, tuple(ratios.tolist()))
-        steps = [1.0 if self.objective == "seconds" else steps_factor(way.exchange, gain) for gain in gains]
-        return np.array(gains), np.array(steps)
+        delays = np.array([0.0 if self.objective == "seconds" else delay(way.exchange, gain) for gain in gains])
+        return np.array(gains), 1 + delays / self.horizon
 
     def _least_gain(self, exchange: str) -> float:
         if self.least_gain is not None:

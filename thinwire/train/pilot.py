@@ -184,12 +184,12 @@ class Pilot:
         if self.records is not None:
             self.records.write("heard", **seen.to_json())
 
-    def tell_by_torch(self, step: int) -> None:
-        """Tell beside an exchange that carries no numbers, without waiting for it."""
+    def tell_by_torch(self, step: int, device: torch.device) -> None:
+        """Tell beside an exchange that carries no numbers, from the gradient's device, without waiting for it."""
         self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha)
         self._digest_histogram()
         told = self.tell(step, Told(energy=self._energy, energy_sent=self._energy))
-        numbers = torch.tensor(told, dtype=torch.float32)
+        numbers = torch.tensor(told, dtype=torch.float32, device=device)
         self._pending = numbers, dist.all_reduce(numbers, group=self.link.group, async_op=True)
 
     def ask_before_telling(self) -> None:

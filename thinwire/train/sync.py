@@ -255,7 +255,7 @@ class Synchronizer:
         """For steps that carry no numbers of ours: now and then send some beside them, and do not wait for it."""
         if self._pilot.tells_by_torch(self.step):
             with self._steering:
-                self._pilot.tell_by_torch(self.step)
+                self._pilot.tell_by_torch(self.step, self._layout.device)
 
     def ask_before_telling(self) -> None:
         """After a step that carried no numbers, have the network measured if the next one tells some."""
