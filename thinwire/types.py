@@ -48,8 +48,8 @@ class Plan:
             parts.append(f"{self.broadcast} broadcast")
         if self.values != "float32":
             parts.append(f"{self.values} values")
-        share = "" if self.exchange == "dense" else f" at {self.ratio!r} ({1 / self.ratio:.3g}x)"
-        return ", ".join(parts) + share
+        times = float(f"{1 / self.ratio:.3g}")
+        return ", ".join(parts) + ("" if self.exchange == "dense" else f" at {self.ratio!r} ({times:g}x)")
 
 
 class Sparse(NamedTuple):

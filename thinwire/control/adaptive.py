@@ -104,7 +104,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """The plan in force, and what was known when it was chosen."""
+    """The plan in force, and what was known when it was chosen.
+
+    Attributes:
+        guessed: no step had been measured yet, so `seconds` counts what is usual for computing.
+    """
 
     plan: Plan
     since: int = 0
@@ -112,6 +116,7 @@ class Standing:
     beta: float | None = None
     gain: float | None = None
     seconds: float | None = None
+    guessed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -220,6 +225,7 @@ class Adaptive:
             beta=view.beta,
             gain=decision.gain,
             seconds=decision.seconds,
+            guessed=view.rest is None,
         )
 
     def wants_exploring(self, view: View) -> bool:
@@ -248,7 +254,7 @@ class Adaptive:
         if step - standing.since < self.patience or 0 < view.settling < self.patience:
             return None
         if _changed(standing.alpha, view.network.alpha, self.change):
-            return f"latency went from {standing.alpha * 1e3:.3g} to {view.network.alpha * 1e3:.3g} ms"
+            return f"latency went from {_short(standing.alpha)} to {_short(view.network.alpha)}"
         if _changed(standing.beta, view.network.beta, self.change):
             return f"rate went from {rate_of(standing.beta)} to {rate_of(view.network.beta)}"
         now = self.judge(standing.plan, view, view.network, prices)
@@ -261,7 +267,7 @@ class Adaptive:
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
-            return f"a step went from {standing.seconds * 1e3:.3g} to {now.seconds * 1e3:.3g} ms"
+            return _course(None if standing.guessed else standing.seconds, now.seconds)
         return None
 
     # --- what
@@ -396,6 +402,22 @@ def rate_of(beta: float) -> str:
 
 def _by_cost(candidate: Candidate) -> tuple[float, str]:
     return candidate.cost, str(candidate.plan)
+
+
+def _course(before: float | None, now: float) -> str:
+    """
+    >>> _course(0.1, 2.0), _course(None, 0.0049)
+    ('a step went from 100 ms to 2 s', 'a step was measured: 4.9 ms')
+    """
+    return (
+        f"a step was measured: {_short(now)}"
+        if before is None
+        else f"a step went from {_short(before)} to {_short(now)}"
+    )
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _changed(then: float, now: float, share: float) -> bool:

@@ -20,6 +20,7 @@ from thinwire.collectives import ALL_GATHERS
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.explain import explain
 from thinwire.control.prices import Prices, ways
+from thinwire.errors import ThinwireWarning
 from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete
 from thinwire.link.base import Link
 from thinwire.train.layout import Layout, refuse_sparse_gradients
@@ -236,7 +237,7 @@ class Synchronizer:
             gain=gain,
             skipped=skip,
             step_seconds=step_seconds,
-            predicted_seconds=math.nan if standing.seconds is None else standing.seconds,
+            predicted_seconds=math.nan if standing.seconds is None or standing.guessed else standing.seconds,
         )
         self.step += 1
         self.skipped += skip
@@ -277,6 +278,7 @@ class Synchronizer:
             warnings.warn(
                 'Adaptive(explore="restore") needs a thinwire.Explorer to run the steps, and none has tried anything '
                 "out so far. The gains are those of the histogram.",
+                ThinwireWarning,
                 stacklevel=2,
             )
 
@@ -389,7 +391,7 @@ def _first_plan(
     if exchange not in exchanges.NAMES:
         raise ValueError(f"unknown exchange {exchange!r}. Known are: adaptive, {', '.join(exchanges.NAMES)}.")
     if exchange == "dense" and ratio not in (None, 1):
-        warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", stacklevel=4)
+        warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", ThinwireWarning, stacklevel=4)
     default = 1.0 if exchange == "dense" else 0.01
     return complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
 
