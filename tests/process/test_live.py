@@ -232,6 +232,9 @@ def test_a_line_that_is_not_whole_yet_is_read_when_it_is(tmp_path: Path) -> None
     with path.open("a") as file:
         file.write('ss", "step": 2}\n')
     assert tail.new() == [{"kind": "loss", "step": 2}]
+    with path.open("a") as file:
+        file.write("3\n")  # a line of JSON, and no record
+    assert tail.new() == []
     path.write_text('{"kind": "run"}\n')
     assert tail.new() == [{"kind": "run"}]
 

@@ -24,6 +24,7 @@ from tests.process.runs import (
     done,
     last_json,
     lines_of,
+    thinwire,
     until,
     workers_of,
 )
@@ -31,7 +32,7 @@ from tests.process.terminals import Terminal
 from tests.timing import timing
 from tests.unit.test_data import write_fashion
 from thinwire.cli import app
-from thinwire.jobs import outcome
+from thinwire.jobs import outcome, resuming
 from thinwire.lab import namespaces
 
 pytestmark = pytest.mark.process
@@ -133,6 +134,12 @@ def test_torchruns_worker_refuses_a_network_that_it_could_not_have(out: Path) ->
     assert not out.exists()
 
 
+def test_torchruns_worker_refuses_another_number_of_hosts(out: Path) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2"}
+    result = CliRunner().invoke(app, ["train", "--hosts", "7", "--out", str(out)], env=env)
+    assert result.exit_code == 2 and "--hosts 7 has no effect: torchrun has started 2 workers." in result.output
+
+
 def test_torchruns_worker_refuses_a_module_that_it_cannot_use_before_it_meets_the_others(out: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2"}
     result = CliRunner().invoke(app, ["train", "absent_module:make", "--out", str(out)], env=env)
@@ -157,6 +164,38 @@ def interrupt(process: subprocess.Popen[str], folder: Path, number: signal.Signa
     assert f"to go on: thinwire train --resume {folder}" in text
     assert list((folder / "checkpoints").glob("step-*/rank-00001.json"))
     assert outcome.read(folder)["how"] == "interrupted"
+
+
+@timing
+def test_where_no_step_ends_in_time_those_before_it_are_saved(out: Path) -> None:
+    slow = ["--method", "dense:ring", "--link", "shaped", "--latency", "500ms", "--rate", "100mbit"]
+    with a_training(out, *slow) as (process, folder):
+        interrupt(process, folder, signal.SIGINT)
+    saved = resuming.newest_step(folder, 2)
+    assert 2 <= saved < 20  # which is when the first would be due
+
+
+def test_an_interrupt_before_the_first_step_does_not_say_that_anything_is_saved(out: Path, tmp_path: Path) -> None:
+    endless = "import threading, pathlib\ndef make():\n pathlib.Path('made').touch()\n threading.Event().wait()\n"
+    (tmp_path / "endless.py").write_text(endless)
+    words = ["train", "endless:make", "--hosts", "2", "--name", "early", "--out", str(out)]
+    process = thinwire(*words, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    until(lambda: (tmp_path / "made").exists())
+    process.send_signal(signal.SIGINT)
+    text, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "no checkpoint is saved" in text and "to go on" not in text
+
+
+def test_workers_do_not_take_a_file_of_the_current_directory_for_a_module(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')\n")
+    script = "import sys; sys.path.pop(0); from thinwire.cli import app; app(sys.argv[1:])"
+    words = ["train", "--hosts", "2", "--steps", "3", "--out", str(out)]
+    env = {**os.environ, **PLAIN, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=tmp_path, env=env, text=True, capture_output=True
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 @timing
@@ -297,6 +336,20 @@ def bad_loss(answer, y):
 
 def fails_later():
     return make(bad_loss)
+
+def vector():
+    return make(lambda answer, y: nn.functional.cross_entropy(answer, y, reduction="none"))
+
+class Wasteful(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.spare = nn.Linear(3, 3)
+
+def unused():
+    return Wasteful(), *make()[1:]
+
+def frozen():
+    return nn.Linear(4, 2).requires_grad_(False), *make()[1:]
 """
 
 
@@ -331,6 +384,9 @@ def test_a_module_that_cannot_be_used_is_told_before_anything_starts(
         ("fails", r"worker \d: mine:fails failed: KeyError: 'the data' \(.*mine.py, line 14\)\."),
         ("fails_on_one", r"worker 1: mine:fails_on_one failed: KeyError: 'the data' \(.*mine.py, line 14\)\."),
         ("fails_later", r"worker \d: mine:fails_later: ValueError: what a loss \(.*mine.py, line 20\)\."),
+        ("vector", r"worker \d: mine:vector: the loss must give one number, .*, got a tensor of shape \(8,\)\."),
+        ("unused", r"worker \d: mine:unused: the loss does not depend on 'spare.weight', 'spare.bias'\. Leave .*"),
+        ("frozen", r"worker \d: mine:frozen: the model has no parameters to train\."),
     ],
 )
 def test_what_fails_in_a_worker_names_the_module_and_stays_with_the_run(

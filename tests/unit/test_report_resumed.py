@@ -25,7 +25,8 @@ def resumed_run(tmp_path: Path) -> Path:
     after = lines_of(recorded.run(tmp_path / "again", steps=200) / "records.jsonl")
     began = next(line for line in after if line["kind"] == "began")
     saved = next(line for line in after if line["kind"] == "evaluated" and line["step"] == 99)
-    resumed = [line for line in after if line.get("step", 100) >= 100]
+    # A step's record has its number, from 0 on; a loss has the number of steps that were made.
+    resumed = [line for line in after if line.get("step", 101) >= 100 + (line["kind"] == "loss")]
     for line in resumed:
         line |= {"wall": line["wall"] + 1000} if "wall" in line else {}
         line |= {"time": line["time"] - saved["time"] + began["time"]} if line["time"] > began["time"] else {}
@@ -44,6 +45,7 @@ def test_a_resumed_run_goes_on_in_time_and_forgets_what_it_learned_twice(tmp_pat
     steps = [e.step for e in run.evaluations]
     assert steps == sorted(set(steps)) and run.num_steps == 200
     assert (np.diff(run.losses[1]) > 0).all()
+    assert 100 in run.losses[1]  # that of the checkpoint is not lost
     [(stopped, _)] = run.gaps
     starts = [int(np.flatnonzero(run.truth[0] == at)[0]) for at in (0.0, stopped)]
     assert run.truth[1][starts].tolist() == [recorded.STAGES[0][1]] * 2

@@ -145,11 +145,15 @@ Resume = Annotated[
     Path | None, _option(RUN, "RUN", "Go on with the run in this folder; only limits may be given anew.")
 ]
 Methods = Annotated[
-    str,
-    typer.Option(metavar="METHODS", help="With commas between; the first is what the others are measured against."),
+    str | None,
+    typer.Option(
+        metavar="METHODS",
+        help="With commas between; the first is what the others are measured against. Without any: ddp,adaptive.",
+    ),
 ]
 Seeds = Annotated[
-    int, typer.Option(min=1, metavar="N", help="How many seeds, from --seed on; the table has their medians.")
+    int | None,
+    typer.Option(metavar="N", help="How many seeds, from --seed on; the table has their medians. Without: one."),
 ]
 
 
@@ -212,6 +216,8 @@ def train(
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if json:
                 raise ValueError("--json has no effect under torchrun: leave it out, and read RUN/outcome.json.")
+            if given.get("hosts", size := int(os.environ["WORLD_SIZE"])) != size:
+                raise ValueError(f"--hosts {given['hosts']} has no effect: torchrun has started {size} workers.")
             _join(job, folder)
             return
         raise typer.Exit(_train(job, folder, json))
@@ -221,8 +227,8 @@ def compare(
     context: typer.Context,
     task: Task = None,
     config: Config = None,
-    methods: Methods = "ddp,adaptive",
-    seeds: Seeds = 1,
+    methods: Methods = None,
+    seeds: Seeds = None,
     model: Model = None,
     folder_of_data: DataFolder = None,
     text: TextFile = None,
@@ -260,7 +266,9 @@ def compare(
     Network, data and seeds are the same for all. Without --target it is the best accuracy that all of them came to.
     """
     with _told("compare"):
-        raise typer.Exit(_compare(_job(config, _given(context)), methods.split(","), seeds, json))
+        from thinwire.jobs.compare import asked
+
+        raise typer.Exit(_compare(*asked(config, _given(context), methods, seeds), json))
 
 
 def demo(
@@ -339,11 +347,19 @@ def _train(job: Job, folder: Path | None, json: bool) -> int:
     if report is not None:
         typer.echo(f"report: {report}", err=json)
     if outcome.how == "interrupted":
-        typer.echo(f"to go on: thinwire train --resume {shlex.quote(str(folder))}", err=json)
+        typer.echo(_how_to_go_on(folder, job.hosts), err=json)
     if json:
         ended = {"how": outcome.how, "message": outcome.message}
         print_figures(summary_of(progress) | ended | {"folder": str(folder), "report": report and str(report)})
     return outcome.code
+
+
+def _how_to_go_on(folder: Path, hosts: int) -> str:
+    from thinwire.jobs.resuming import newest_step
+
+    if not (step := newest_step(folder, hosts)):
+        return "no checkpoint is saved: no step came to its end in time. The same command begins anew."
+    return f"saved: step {step}\nto go on: thinwire train --resume {shlex.quote(str(folder))}"
 
 
 def _compare(job: Job, methods: list[str], seeds: int, json: bool, stem: str = "compare") -> int:

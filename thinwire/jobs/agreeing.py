@@ -36,6 +36,7 @@ class Words(NamedTuple):
     over: float = 0.0
     evaluate: float = 0.0
     not_finite: float = 0.0
+    save: float = 0.0
     steps: float = 0.0
 
 

@@ -48,7 +48,9 @@ def _records_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """A line that says nothing, because whoever wrote it was killed or the disk was full, is passed over."""
     for line in lines:
         with suppress(ValueError):
-            yield json.loads(line)
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
 
 
 class Progress:
@@ -188,9 +190,9 @@ class Progress:
             self.reached = self.trained
 
     def _take_total(self, record: Mapping[str, Any]) -> None:
-        """What the worker has counted itself: it knows of steps that were made again."""
-        self.sent_bytes = record.get("sent_bytes") or self.sent_bytes
-        self.dense_bytes = record.get("dense_bytes") or self.dense_bytes
+        """What the worker has counted: more than its records, where they break off; less, where steps were lost."""
+        self.sent_bytes = max(self.sent_bytes, record.get("sent_bytes") or 0)
+        self.dense_bytes = max(self.dense_bytes, record.get("dense_bytes") or 0)
 
     @property
     def step_seconds(self) -> float | None:

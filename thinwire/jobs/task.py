@@ -32,10 +32,12 @@ def task_of(job: Job, group: dist.ProcessGroup | None = None) -> Task:
     data.seed_all([job.seed])  # the same model on all
     if job.own:
         made = data.own(job.task)
+        if not any(p.requires_grad for p in made.model.parameters()):
+            raise ValueError(f"{job.task}: the model has no parameters to train.")
         least = torch.tensor(len(made.train_loader))
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
         batches = data.Loader(made.train_loader, int(least), rank, job.seed)
-        return Task(made.model, made.loss, batches, lambda: data.tested(made.test_loader))
+        return Task(made.model, _checked(job.task, made.loss), batches, lambda: data.tested(made.test_loader))
     loaded = data.load(job.task, folder=job.folder_of_data, text=job.text)
     parts = data.partition(loaded.train.labels, world_size, job.concentration, job.seed)
     assert job.chosen_model is not None, "it is not the user's"
@@ -47,6 +49,32 @@ def task_of(job: Job, group: dist.ProcessGroup | None = None) -> Task:
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Over classes of images, or over characters at every place of a text."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _checked(task: str, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], torch.Tensor]:
+    """The user's own: it must give one number, and one that the model has a part in where it is to learn from it."""
+
+    def checked(answer: Any, y: Any) -> torch.Tensor:
+        found = loss(answer, y)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+            raise ValueError(f"{task}: the loss must give one number, like loss.mean(), got {shown}.")
+        if torch.is_grad_enabled() and not found.requires_grad:
+            raise ValueError(f"{task}: the loss does not depend on the model, so there is nothing to learn.")
+        return found
+
+    return checked
+
+
+def check_used(task: str, module: nn.Module) -> None:
+    """After backward(): DDP waits for the gradient of every parameter, and an exchange waits with it."""
+    unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        names = ", ".join(repr(name) for name in unused[:5]) + (", ..." if unused[5:] else "")
+        raise ValueError(
+            f"{task}: the loss does not depend on {names}. Leave out of the model what forward() does not use, or "
+            "freeze it by requires_grad_(False)."
+        )
 
 
 def optimizer_of(job: Job, module: nn.Module) -> torch.optim.Optimizer:

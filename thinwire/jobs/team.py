@@ -25,6 +25,8 @@ from thinwire.jobs.telling import CONSEQUENCE, NOTE, SENTENCE
 from thinwire.lab import run
 
 WORKER = "thinwire.jobs.worker"
+# A random.py or another thinwire in the current directory is not what a worker means, unless it is all that there is.
+_NOT_FROM_HERE = [] if Path(__file__).parents[2] == Path.cwd() else ["-P"]
 LOOK_EVERY = 0.05
 INTERRUPT_GRACE, FAILURE_GRACE = 1.4, 3.0  # seconds from asking to end to SIGKILL
 LAST_LINES = 6
@@ -128,7 +130,7 @@ class _Team:
         self._deadline: float | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", WORKER, str(self._folder)]
+        command = [sys.executable, *_NOT_FROM_HERE, "-m", WORKER, str(self._folder)]
         for rank in range(self._ground.job.hosts):
             process = self._ground.start(rank, command)
             self._running.append(_Worker(rank, process, self._folder / f"worker-{rank}.log"))
@@ -161,7 +163,9 @@ class _Team:
             self._signal_all(signal.SIGKILL)
         elif seen and self._outcome.how == "done":
             self._outcome = self._interrupted(seen[0])
-            self._view.say("ending the workers; what they have trained is saved. Once more ends them at once.")
+            self._view.say(
+                "ending the workers, after their present step if it ends in time. Once more ends them at once."
+            )
             self._end_all(INTERRUPT_GRACE)
 
     def _interrupted(self, number: int) -> Outcome:

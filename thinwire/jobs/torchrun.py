@@ -37,10 +37,12 @@ def shared_folder(job: Job) -> Path:
     return folder
 
 
-def begin(job: Job, folder: Path) -> None:
-    """What was known of how the run ended is past."""
+def begin(job: Job, folder: Path, goes_on: bool) -> None:
+    """What was known of how the run ended is past; of one that goes on, this start is written down too."""
     if words := resuming.nothing_to_do(job, folder):
         telling.note(words)
+    elif goes_on:
+        write_job(folder, job, sys.argv)
     outcome.begin(folder)
 
 

@@ -16,19 +16,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import CheckpointError
 from thinwire.jobs import data, exchanging, outcome, telling
 from thinwire.jobs.agreeing import Agreement, Clock, Words
 from thinwire.jobs.job import CHECKPOINTS, RECORDS, Job
-from thinwire.jobs.leaving import Leaving
-from thinwire.jobs.task import evaluate, optimizer_of, task_of
+from thinwire.jobs.leaving import GRACE, Leaving
+from thinwire.jobs.task import check_used, evaluate, optimizer_of, task_of
 from thinwire.train.checkpoint import Checkpoint
 
 MOST_STEPS_TO_AGREE = 100
 LOSS_SECONDS = 0.2  # between two records of the loss, at least
 EVALUATING_SHARE = 0.2  # of the time, at most
 STEPS_COMPARED = 16
+SLOW_STEP = GRACE / 3  # seconds: who is asked to end hears of it a step later, and then has another to make
+SAVING_SHARE = 0.05  # of the time, at most, where steps are slow
 
 
 class Ending(NamedTuple):
@@ -53,6 +56,7 @@ class Training:
         self._clock, self._trained = Clock(), 0.0
         self._step = self._epoch = self._batch = 0
         self._saved_at = self._evaluated_at = -1
+        self._next_saving = 0.0
         self._step_seconds = 0.0
         self._next_evaluation = job.evaluate_every
         self._loss_recorded = -math.inf
@@ -144,6 +148,7 @@ class Training:
             "random": data.random_state(),
         }
         with self._paused():
+            start = time.monotonic()
             self._leaving.saving = True
             try:
                 self._checkpoint.save(state, self._step)
@@ -152,6 +157,7 @@ class Training:
                 self._note_unsaved(error)
             self._leaving.saving = False
             self._record("saved", step=self._step, trouble=self._unsaved)
+            self._next_saving = self._trained + (time.monotonic() - start) / SAVING_SHARE
 
     def _note_unsaved(self, error: OSError) -> None:
         """Tell of the first that could not be saved; of the last it is told at the end."""
@@ -205,6 +211,8 @@ class Training:
         self._optimizer.zero_grad()
         loss = self._task.loss(self._exchanging.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._job.own and isinstance(self._exchanging.model, DistributedDataParallel):
+            check_used(self._job.task, self._task.module)
         self._optimizer.step()
         self._exchanging.after_step()
         self._step += 1
@@ -237,7 +245,7 @@ class Training:
         if heard.evaluate:
             self._evaluate()
         every = self._job.checkpoint_every
-        if every and self._step % every == 0 and not self._not_finite:
+        if (heard.save or (every and self._step % every == 0)) and not self._not_finite:
             self._save()
         if heard.over or self._step >= self._planned:
             return Ending("done")
@@ -255,7 +263,13 @@ class Training:
             steps=float(steps),
             over=float(self._job.seconds is not None and now + steps * self._step_seconds >= self._job.seconds),
             evaluate=float(now >= self._next_evaluation),
+            save=float(self._cannot_leave_in_time and now >= self._next_saving),
         )
+
+    @property
+    def _cannot_leave_in_time(self) -> bool:
+        """Steps are so long that an interrupt comes in the midst of one: then what is there has to be saved before."""
+        return self._job.checkpoint_every > 0 and self._step_seconds > SLOW_STEP
 
     # --- looking
 

@@ -70,6 +70,7 @@ def work(folder: Path | None, job: Job | None = None, with_report: bool = False)
 
 def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) -> int:
     _meet(job)
+    goes_on = folder is not None
     if folder is None:
         job = replace(job, hosts=dist.get_world_size())
         folder = torchrun.shared_folder(job)
@@ -77,7 +78,7 @@ def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) ->
         raise ValueError(f"{folder} is a run of {job.hosts} workers, and here are {dist.get_world_size()}.")
     is_host = with_report and dist.get_rank() == 0
     if is_host:
-        torchrun.begin(job, folder)
+        torchrun.begin(job, folder, goes_on)
     training = _training(job, folder, leaving)
     leaving.last_words = training.say_interrupted
     try:
@@ -114,12 +115,12 @@ def _in_words(error: BaseException, job: Job | None, quiet: bool = False) -> str
     """An error that was foreseen is its own sentence; any other is shown whole, unless it will be later."""
     is_users = job is not None and job.own and own.place_of(error) != ""
     if isinstance(error, ThinwireError) or (isinstance(error, (ValueError, OSError)) and not is_users):
-        return str(error)
+        return " ".join(str(error).split())
     if isinstance(error, RuntimeError) and "gloo" in str(error):
         return f"{telling.LOST}: {str(error).splitlines()[0]}"
     if not quiet:
         traceback.print_exception(error)
-    return f"{job.task}: {own.in_words(error)}" if job is not None and is_users else f"{type(error).__name__}: {error}"
+    return f"{job.task}: {own.in_words(error)}" if job is not None and is_users else own.in_words(error)
 
 
 def _meet(job: Job) -> None:

@@ -112,7 +112,7 @@ class Intake:
         self.run.started = self.run.started or _iso(wall)
 
     def _forget_from(self, step: float) -> None:
-        self._losses = [loss for loss in self._losses if not loss[1] >= step]
+        self._losses = [loss for loss in self._losses if not loss[1] > step]
         self._evaluated = [(at, record) for at, record in self._evaluated if not or_nan(record.get("step")) > step]
 
     def _step(self, time: float, record: Mapping[str, Any]) -> None:
