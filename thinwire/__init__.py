@@ -10,6 +10,7 @@ from thinwire.errors import (
     PlanMismatch,
     RemoteError,
     ThinwireError,
+    ThinwireWarning,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "StepRecord",
     "Synchronizer",
     "ThinwireError",
+    "ThinwireWarning",
     "__version__",
     "attach",
 ]

@@ -8,7 +8,7 @@
     │   └── PlanMismatch        a peer's message belongs to another plan, step or size
     └── CheckpointError         a checkpoint that is missing, damaged or foreign
 
-A caller's mistake is a plain ValueError, TypeError or RuntimeError.
+A caller's mistake is a plain ValueError, TypeError or RuntimeError. What it warns of is a ThinwireWarning.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from __future__ import annotations
 
 class ThinwireError(Exception):
     """Base of everything below."""
+
+
+class ThinwireWarning(UserWarning):
+    """Something that goes on, and may not go well."""
 
 
 class LinkError(ThinwireError):

@@ -37,13 +37,40 @@ def test_a_comparison_ends_with_a_table_a_file_and_one_report(out: Path) -> None
     assert "seconds to 30.0% accuracy" in err and "star-topk@0.01:tree" in err
 
 
-def test_a_method_that_fails_is_a_row_and_the_others_go_on(out: Path) -> None:
-    words = ["--hosts", "3", "--steps", "5", "--methods", "dcd@int8:hypercube,ddp", "--out", str(out), "--json"]
-    code, text, err = done("compare", "digits", *words)
+# DDP wants every parameter to be used, and gossip does not.
+WASTEFUL = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Wasteful(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.spare = nn.Linear(3, 3)
+
+def make():
+    x = torch.randn(64, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    return Wasteful(), nn.functional.cross_entropy, loader, loader
+"""
+
+
+def test_a_method_that_fails_is_a_row_and_the_others_go_on(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WASTEFUL)
+    words = ["--hosts", "2", "--steps", "5", "--methods", "adaptive,dcd@sign:ring", "--out", str(out), "--json"]
+    code, text, err = done("compare", "mine:make", *words, cwd=tmp_path)
     assert code == 1
     failed, fine = last_json(text)["rows"]
     assert "worker" in failed["message"] and fine["message"] == "" and fine["steps"] == 5
-    assert "dcd@int8:hypercube: worker" in err and (out / "compare-1" / "report.html").exists()
+    assert "adaptive: worker" in err and (out / "compare-1" / "report.html").exists()
+    assert "adaptive, which the others are measured against, failed." in err
+    assert err.count("dcd with sign may not converge") == 1  # which its worker warns of again and again
+
+
+def test_a_graph_that_so_many_hosts_cannot_be_is_refused_before_the_first_runs(out: Path) -> None:
+    words = ["compare", "digits", "--hosts", "3", "--methods", "ddp,dcd@int8:hypercube", "--out", str(out)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "nodes, not 3" in result.output and not out.exists()
 
 
 def test_an_interrupt_ends_a_comparison_and_keeps_what_there_is(out: Path) -> None:

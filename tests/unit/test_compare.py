@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from thinwire.jobs.compare import Comparison, Row, Run, least_of, speed_up_in_words
+import pytest
+
+from thinwire.jobs.compare import EVALUATE_EVERY, Comparison, Row, Run, asked, least_of, speed_up_in_words
+from thinwire.jobs.job import Job
 from thinwire.jobs.outcome import Outcome
 
 
@@ -41,6 +45,51 @@ def test_a_method_that_failed_or_never_came_there_is_not_named() -> None:
 
 def test_where_nobody_came_there_is_no_speed_up() -> None:
     assert words(row("ddp", 10.0, 1.0), row("b", None, None)).startswith("There is no speed-up to tell of")
+
+
+def test_it_is_said_why_there_is_no_speed_up() -> None:
+    failed = words(row("ddp", None, None, message="it broke"), row("b", 5.0, None))
+    assert failed == "There is no speed-up to tell of: ddp, which the others are measured against, failed."
+    untold = replace(row("ddp", None, None), score=None)
+    assert words(untold, replace(untold, method="b")).endswith("nothing was found that tells how well they learned.")
+
+
+# --- what is compared
+
+
+def file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "compare.toml"
+    path.write_text(text)
+    return path
+
+
+def test_what_is_compared_can_stand_in_a_file_and_options_win(tmp_path: Path) -> None:
+    assert asked(None, {}, None, None) == (Job(evaluate_every=EVALUATE_EVERY), ["ddp", "adaptive"], 1)
+    listed = file(tmp_path, 'task = "digits"\nmethods = ["ddp", "choco@sign:ring"]\nseeds = 3\nevaluate_every = 2.0\n')
+    assert asked(listed, {}, None, None) == (Job(), ["ddp", "choco@sign:ring"], 3)
+    assert asked(listed, {"hosts": 2, "evaluate_every": 1.0}, "ddp-fp16", 2) == (
+        Job(hosts=2, evaluate_every=1.0),
+        ["ddp-fp16"],
+        2,
+    )
+    assert asked(file(tmp_path, 'methods = "ddp,dcd"\n'), {}, None, None)[1] == ["ddp", "dcd"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('seed = 1\nmethod = "ddp"\n', "2: method has no effect in a comparison: name several as methods."),
+        ("methods = 3\n", '1: methods must be texts, like ["ddp", "adaptive"], got 3.'),
+        ("\nseeds = 0\n", "2: seeds must be 1 or more, got 0."),
+        ("seeds = true\n", "1: seeds must be 1 or more, got True."),
+        ('metods = "ddp"\n', "1: 'metods' is no setting of a job. Did you mean 'methods'?"),
+    ],
+)
+def test_a_mistake_in_such_a_file_is_told_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    path = file(tmp_path, text)
+    with pytest.raises(ValueError) as told:
+        asked(path, {}, None, None)
+    assert str(told.value).startswith(f"{path}:{says}")
 
 
 def test_a_target_that_nobody_named_is_said_to_be_that_of_the_method_that_learned_least() -> None:

@@ -67,6 +67,8 @@ def test_a_model_brings_what_it_learns_with(settings: dict[str, Any], optimizer:
         ({"seconds": -1}, "seconds must be a number above 0"),
         ({"lr": float("nan")}, "lr must be a number above 0"),
         ({"scale": float("inf")}, "scale must be"),
+        ({"scale": 10}, "scale 10 has no effect"),
+        ({"speed": 2, "rate": "1mbit"}, "speed 2 has no effect"),
         ({"momentum": 1.0}, "momentum must be in [0, 1)"),
         ({"target": 90}, "target is an accuracy in (0, 1]"),
         ({"seed": -1}, "seed must be"),
@@ -138,6 +140,7 @@ def test_a_file_is_read_and_options_win(tmp_path: Path) -> None:
         ('seed = 1\nhosts = "four"\n', 2, "hosts must be a whole number"),
         ("seed = 1\n\nhosts = 0\n", 3, "hosts must be from 1 to 200, got 0."),
         ('seed = 1\nmethod = "ddp"\nlink = "lap"\n', 3, "Did you mean 'lab'?"),
+        ('seed = 1\nnetwork = "hom"\n', 2, "Did you mean 'home'?"),
     ],
 )
 def test_a_mistake_in_a_file_is_told_with_its_line(text: str, line: int, hint: str, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_compare_tells_time_to_target_and_speed_up(tmp_path: Path) -> None:
         assert row.seconds == next(line["trained_seconds"] for line in seen if line["accuracy"] >= 0.9)
         assert row.quality == seen[-1]["accuracy"] and row.sent_bytes == seen[-1]["sent_bytes"]
     first = result.rows[0]
-    assert [row.speedup for row in result.rows] == [first.seconds / row.seconds for row in result.rows]
+    assert [row.speed_up for row in result.rows] == [first.seconds / row.seconds for row in result.rows]
     found = made(folder)
     assert {"all-quality-time", "all-quality-bytes", "all-loss-time", "all-loss-bytes"} <= found.figures
     assert {f"1-{name}" for name in CHARTS} <= found.figures
@@ -202,7 +202,7 @@ def test_a_method_that_never_arrives_says_so_and_the_first_one_had_at_least_its_
     assert isinstance(loaded, Comparison)
     result = compare.result(loaded)
     assert math.isnan(result.rows[0].seconds) and result.rows[1].at_least
-    assert result.rows[1].speedup == pytest.approx(loaded.runs[0].trained_seconds / result.rows[1].seconds)
+    assert result.rows[1].speed_up == pytest.approx(loaded.runs[0].trained_seconds / result.rows[1].seconds)
     assert "not reached" in made(folder).words("td") and "more than" in made(folder).words("td")
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
+from thinwire.errors import ThinwireWarning
 from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.sync import Synchronizer
 
@@ -29,6 +30,7 @@ def load(comm: Synchronizer, folder: str | os.PathLike[str], step: int | None = 
         warnings.warn(
             f"{Path(folder)} holds no state of thinwire that all ranks have, so this run goes on with an empty error "
             "memory. Each rank needs the files that it wrote: where machines share no disk, resume on the same ones.",
+            ThinwireWarning,
             stacklevel=3,
         )
         return

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
-from thinwire.jobs.job import RECORDS, Job, read_job
+from thinwire.jobs.job import RECORDS, Job, Settings, read_job
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.outcome import read as read_outcome
 from thinwire.jobs.progress import Tail
@@ -28,6 +28,8 @@ from thinwire.jobs.words import in_bytes, title_of
 
 FORMAT = 1
 FILE = "compare.json"
+METHODS = "ddp,adaptive"
+EVALUATE_EVERY = 0.5  # seconds, unless the user says otherwise: a time to accuracy is no finer than that
 
 # What `thinwire demo` compares. The rates are those of a thin line, so that a model of this size feels them.
 _DEMO = Job(
@@ -61,7 +63,7 @@ class Run:
         return max((score for _, score in self.curve), default=None)
 
     def seconds_to(self, target: float) -> float | None:
-        """When the target was first reached; None if never."""
+        """When the target was first seen to be reached; None if never."""
         return next((seconds for seconds, score in self.curve if score >= target), None)
 
 
@@ -109,6 +111,27 @@ class Comparison:
             "target": self.target,
             "rows": [asdict(row) for row in self.rows],
         }
+
+
+def asked(
+    config: Path | None, given: Mapping[str, Any], methods: str | None, seeds: int | None
+) -> tuple[Job, list[str], int]:
+    """What to compare: a job, its methods and how many seeds, from options and maybe a file; options win."""
+    settings = Settings("", "", {}) if config is None else Settings.read(config, also=("methods", "seeds"))
+    said = settings.data
+    if "method" in said:
+        raise settings.refused("method", "method has no effect in a comparison: name several as methods.")
+    often = {} if "evaluate_every" in said else {"evaluate_every": EVALUATE_EVERY}
+    job = settings.job(**(often | dict(given)))
+    named = said.get("methods", METHODS) if methods is None else methods
+    named = named.split(",") if isinstance(named, str) else named
+    if not isinstance(named, list) or not all(isinstance(method, str) for method in named):
+        raise settings.refused("methods", f'methods must be texts, like ["ddp", "adaptive"], got {named!r}.')
+    number = said.get("seeds", 1) if seeds is None else seeds
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        wrong = f"seeds must be 1 or more, got {number!r}."
+        raise settings.refused("seeds", wrong) if seeds is None else ValueError(wrong)
+    return job, named, number
 
 
 def jobs_of(job: Job, methods: Sequence[str], seeds: int) -> list[Job]:
@@ -310,7 +333,11 @@ def speed_up_in_words(comparison: Comparison) -> str:
         return how_to_go_on(comparison)
     first, *others = comparison.rows
     rivals = [row for row in others or [first] if row.speed_up is not None and not row.message]
-    if comparison.target is None or not rivals or first.message:
+    if first.message:
+        return f"There is no speed-up to tell of: {first.method}, which the others are measured against, failed."
+    if comparison.target is None or all(row.score is None for row in comparison.rows):
+        return "There is no speed-up to tell of: nothing was found that tells how well they learned."
+    if not rivals:
         return "There is no speed-up to tell of: the accuracy was not reached."
     best = max(rivals, key=lambda row: row.speed_up or 0.0)
     more = "more than " if best.at_least else ""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from thinwire.jobs.method import Method, nearest
 
@@ -158,6 +158,11 @@ class Job:
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
                 raise ValueError(f"{name} must be a number above 0, got {number:g}.")
+        for name in ("scale", "speed"):
+            if getattr(self, name) != 1 and self.network is None:
+                raise ValueError(
+                    f"{name} {getattr(self, name):g} has no effect: it changes a network, and none is named."
+                )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum:g}.")
         if self.target is not None and not 0 < self.target <= 1:
@@ -252,21 +257,48 @@ class Job:
 
         A key that is unknown, or a value that cannot be, is a ValueError with the file and the line.
         """
+        return Settings.read(path).job(**overrides)
+
+
+class Settings(NamedTuple):
+    """What a TOML file says, and where it says it."""
+
+    path: Path | str
+    text: str
+    data: dict[str, Any]
+
+    @staticmethod
+    def read(path: Path | str, also: Sequence[str] = ()) -> Settings:
+        """A file with settings of a job at its top level, and maybe some `also`."""
         text = _text_of(Path(path))
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}:{_line_in(error, text)}: {error}.{_hint(error)}") from error
+        settings = Settings(path, text, data)
         for key, value in data.items():
-            if wrong := _wrong_with(key, value):
-                raise ValueError(f"{path}:{_line_of(key, text)}: {wrong}")
+            if wrong := _wrong_with(key, value, (*KEYS, *also)):
+                raise settings.refused(key, wrong)
+        return settings
+
+    def job(self, **overrides: Any) -> Job:
+        """The job that it describes; `overrides` win."""
+        own = {key: value for key, value in self.data.items() if key in KEYS and key not in overrides}
         try:
-            return Job(**(data | overrides))
+            job = Job(**own, **overrides)
         except ValueError as error:
             key = str(error).split()[0]
-            if key in data and key not in overrides:
-                raise ValueError(f"{path}:{_line_of(key, text)}: {error}") from error
-            raise
+            raise self.refused(key, error) if key in own else error from error
+        if "network" in own:
+            try:
+                job.schedule()
+            except ValueError as error:
+                raise self.refused("network", error) from error
+        return job
+
+    def refused(self, key: str, why: object) -> ValueError:
+        """What is wrong with a key, and its line."""
+        return ValueError(f"{self.path}:{_line_of(key, self.text)}: {why}")
 
 
 KEYS = tuple(field.name for field in fields(Job))
@@ -306,14 +338,14 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8.") from error
 
 
-def _wrong_with(key: str, value: Any) -> str:
+def _wrong_with(key: str, value: Any, known: Sequence[str]) -> str:
     """What is wrong with a key of a file, whatever its value; nothing if nothing is."""
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, dict) for part in value))
-    if key in KEYS:
+    if key in known:
         return f"{key} must be no table: all keys are at the top level." if is_table else ""
     if is_table:
         return f"{key!r} is no setting of a job, which has no tables: leave [{key}] out, all keys are at the top level."
-    return f"{key!r} is no setting of a job.{nearest(key, KEYS)}"
+    return f"{key!r} is no setting of a job.{nearest(key, known)}"
 
 
 def _line_in(error: tomllib.TOMLDecodeError, text: str) -> int:

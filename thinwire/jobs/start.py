@@ -19,6 +19,7 @@ from thinwire.jobs import fashion, outcome
 from thinwire.jobs.ground import ground_for
 from thinwire.jobs.job import RECORDS, Job, write_job
 from thinwire.jobs.live import say, view_of
+from thinwire.jobs.method import Method
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.own import maker_of
 from thinwire.jobs.resuming import newest_step, nothing_to_do
@@ -70,6 +71,7 @@ def refuse_early(job: Job) -> None:
         raise ValueError("a shaped link needs a network to be like: name one, or a latency and a rate.")
     if job.own:
         maker_of(job.task)
+    _require_topology(job)
 
 
 def joining(job: Job, env: Mapping[str, str] = os.environ) -> Job:
@@ -83,7 +85,18 @@ def joining(job: Job, env: Mapping[str, str] = os.environ) -> Job:
         _require_tensorboard()
     if job.own:
         maker_of(job.task)
-    return replace(job, hosts=int(env["WORLD_SIZE"]))
+    job = replace(job, hosts=int(env["WORLD_SIZE"]))
+    _require_topology(job)
+    return job
+
+
+def _require_topology(job: Job) -> None:
+    """That so many hosts can be connected as the method says."""
+    method = Method.parse(job.method)
+    if method.topology is not None:
+        from thinwire.gossip import topology  # here: it takes NumPy along, which is slow to come
+
+        topology.build(method.topology, job.hosts, seed=job.seed)
 
 
 def _require_tensorboard() -> None:

@@ -6,6 +6,10 @@ import logging
 import os
 import re
 import sys
+import warnings
+from typing import TextIO
+
+from thinwire.errors import ThinwireWarning
 
 NOTE = re.compile(r"thinwire: note: (.+)")
 SENTENCE = re.compile(r"thinwire: (?:worker \d+: )?(.+)")
@@ -24,12 +28,30 @@ def say(words: str) -> None:
 
 
 class Warned(logging.Handler):
-    """Tells what thinwire warns of, while this is open, and remembers it."""
+    """Tells what thinwire warns of, while this is open; what it logs is remembered too, as what is not well."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.words: list[str] = []
+        self._begun: set[str] = set()
+        self._show_others = warnings.showwarning
+        warnings.showwarning = self._show
         logging.getLogger("thinwire").addHandler(self)
+
+    def _show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Of those that differ in their figures alone the first is told; all are in the log."""
+        self._show_others(message, category, filename, lineno, file, line)
+        if issubclass(category, ThinwireWarning) and (beginning := str(message).partition(":")[0]) not in self._begun:
+            self._begun.add(beginning)
+            note(str(message))
 
     def emit(self, record: logging.LogRecord) -> None:
         self.words.append(record.getMessage())
@@ -37,4 +59,5 @@ class Warned(logging.Handler):
 
     def close(self) -> None:
         logging.getLogger("thinwire").removeHandler(self)
+        warnings.showwarning = self._show_others
         super().close()

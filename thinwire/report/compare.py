@@ -24,8 +24,8 @@ class Row:
 
     Attributes:
         seconds: of training until the target was reached.
-        speedup: how many times sooner than the first method.
-        at_least: that one never came there, so `speedup` counts all the time that it had.
+        speed_up: how many times sooner than the first method.
+        at_least: that one never came there, so `speed_up` counts all the time that it had.
         sent_bytes: by rank 0, in the whole run.
         quality: accuracy or perplexity at the end.
     """
@@ -34,7 +34,7 @@ class Row:
     seeds: int
     steps: float
     seconds: float
-    speedup: float
+    speed_up: float
     at_least: bool
     sent_bytes: float
     quality: float
@@ -60,7 +60,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         return {"quality": self.quality, "target": self.target, "baseline": self.baseline} | {
-            "methods": [vars(row) for row in self.rows]
+            "rows": [vars(row) for row in self.rows]
         }
 
 
@@ -81,7 +81,7 @@ def result(comparison: Comparison) -> Result:
             seeds=len(runs),
             steps=_median([run.num_steps for run in runs]),
             seconds=to_target[method],
-            speedup=had / to_target[method] if to_target[method] > 0 else math.nan,
+            speed_up=had / to_target[method] if to_target[method] > 0 else math.nan,
             at_least=math.isnan(base),
             sent_bytes=_median([float(run.sent_at(np.array([math.inf]))[0]) for run in runs]),
             quality=_median([run.evaluations[-1].quality if run.evaluations else math.nan for run in runs]),
@@ -124,9 +124,9 @@ def table(found: Result) -> Table:
 
 
 def speedup(row: Row) -> str:
-    if not math.isfinite(row.speedup):
+    if not math.isfinite(row.speed_up):
         return "–"
-    return f"more than {words.times(row.speedup)}" if row.at_least else words.times(row.speedup)
+    return f"more than {words.times(row.speed_up)}" if row.at_least else words.times(row.speed_up)
 
 
 def shown_quality(quality: str, value: float) -> str:

@@ -109,7 +109,7 @@ def comparison_hero(comparison: Comparison, found: compare.Result) -> Markup:
     if best is not None:
         goal = compare.shown_quality(found.quality, found.target)
         shown.append(_tile(f"fastest to {goal}", best.method, f"after {words.seconds(best.seconds)} of training"))
-        if math.isfinite(best.speedup) and best.method != found.baseline:
+        if math.isfinite(best.speed_up) and best.method != found.baseline:
             shown.append(_tile("speed-up", compare.speedup(best), f"over {found.baseline}"))
     sending = [row for row in found.rows if row.sent_bytes > 0]
     if sending:

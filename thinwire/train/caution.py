@@ -8,6 +8,7 @@ import warnings
 import torch
 
 from thinwire.compress.quantize import Compressor, Draw, alpha
+from thinwire.errors import ThinwireWarning
 from thinwire.gossip import Method
 from thinwire.gossip.choco import Choco
 from thinwire.gossip.dcd import Dcd
@@ -23,6 +24,7 @@ def warn_of_bias(kind: type[Method], compressor: Compressor) -> None:
         warnings.warn(
             f"{compressor} is biased, and the theory of {kind.name} covers unbiased compressors only. It may work all "
             "the same; choco takes any compressor.",
+            ThinwireWarning,
             stacklevel=3,
         )
 
@@ -48,6 +50,7 @@ class Caution:
                 f"sends, and {topology.name} with {topology.world_size} nodes (rho {topology.rho:.3f}, "
                 f"mu {topology.mu:.3f}) allows less than {allowed:.3g}. Use more bits, a graph with a larger "
                 "spectral gap, or choco.",
+                ThinwireWarning,
                 stacklevel=4,
             )
         return found
@@ -63,6 +66,7 @@ class Caution:
                 f"neighbours drift apart: at step {method.t} they are {gap / size:.3g} times the size of the model "
                 f"away, {growth:.3g} times as far as {_STEPS_BETWEEN_LOOKS} steps ago. {method.name}'s gamma of "
                 f"{method.gamma:g} may be too large for {method.compressor} on {method.topology.name}.",
+                ThinwireWarning,
                 stacklevel=4,
             )
 
@@ -74,12 +78,14 @@ class Caution:
             warnings.warn(
                 f"the optimizer's step {step} gave something not finite on rank {rank} and was taken back; `skipped` "
                 "counts such steps.",
+                ThinwireWarning,
                 stacklevel=4,
             )
         if self._skips_in_a_row == _SKIPS_IN_A_ROW:
             warnings.warn(
                 f"rank {rank} does not learn: the optimizer's last {_SKIPS_IN_A_ROW} steps gave something not finite "
                 f"and were taken back. {_likely_cause(self._optimizer)}",
+                ThinwireWarning,
                 stacklevel=4,
             )
 

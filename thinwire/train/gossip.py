@@ -19,7 +19,7 @@ from torch import nn
 from thinwire.collectives import ALL_GATHERS, ALL_REDUCES
 from thinwire.compress.quantize import Compressor
 from thinwire.compress.quantize import build as compressor_of
-from thinwire.errors import LinkError, PeerLost, RemoteError
+from thinwire.errors import LinkError, PeerLost, RemoteError, ThinwireWarning
 from thinwire.gossip import METHODS, Method
 from thinwire.gossip.base import Damped
 from thinwire.gossip.topology import Array, Edges, Topology
@@ -380,6 +380,7 @@ class Gossip:
         warnings.warn(
             f"rank {name} was lost ({error}); {len(self.members)} nodes go on from step {int(steps.max())} as "
             f"{topology.name} with spectral gap {topology.spectral_gap:.3g}.",
+            ThinwireWarning,
             stacklevel=4,
         )
         if self.records is not None:
