@@ -305,6 +305,7 @@ def test_a_store_that_nobody_keeps_is_one_sentence(monkeypatch: pytest.MonkeyPat
     result = runner.invoke(app, ["doctor", "--wait", "1"])
     assert result.exit_code == 1
     assert f"rank 1 could not reach rank 0's store at 127.0.0.1 port {port}" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

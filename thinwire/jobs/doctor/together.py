@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -106,6 +107,8 @@ def open_store(rank: int, patience: float) -> Store:
         raise NotTogether("RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is.")
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=patience if keeps else patience + LATER_SECONDS)
+    if not keeps:
+        _wait_for(rank, address, int(port), limit.total_seconds())
     try:
         store = TCPStore(address, int(port), None, keeps, limit, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
@@ -115,6 +118,21 @@ def open_store(rank: int, patience: float) -> Store:
         raise NotTogether(f"rank {rank} {what} {address} port {port} (MASTER_ADDR, MASTER_PORT).") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"thinwire/doctor/{attempt}", store)
+
+
+def _wait_for(rank: int, address: str, port: int, seconds: float) -> None:
+    """Until somebody listens there. torch would wait twice as long, and then show its insides."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                why = error.strerror or str(error)
+                where = f"{address} port {port} (MASTER_ADDR, MASTER_PORT)"
+                raise NotTogether(f"rank {rank} could not reach rank 0's store at {where}: {why}.") from error
+        time.sleep(MOST_PAUSE)
 
 
 class _Rank:
