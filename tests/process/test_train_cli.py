@@ -459,9 +459,14 @@ def test_help_shows_examples_and_needs_no_torch(word: str) -> None:
     assert "Usage" in shown and ("thinwire train digits" in shown if word == "train" else True)
 
 
+def computing_seconds(command: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @timing
 def test_help_comes_at_once() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command("--help"), capture_output=True, check=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.4
+    """Long before torch would be there, however fast the machine is."""
+    assert computing_seconds(command("--help")) < 0.25 * computing_seconds([sys.executable, "-c", "import torch"])
