@@ -194,6 +194,17 @@ def test_after_a_step_at_another_rate_the_next_is_worth_a_look() -> None:
     assert doubts == [False, False, False, True, False, False, True, True, False, False]
 
 
+def test_a_doubt_that_nothing_settles_is_given_up_after_a_few_steps() -> None:
+    monitor = Monitor(4)
+    for seconds in (0.1, 0.1, 0.2):
+        monitor.note(Reading(stretches=(Stretch(100_000, seconds),)), 0)
+    doubts = []
+    for _ in range(4):
+        doubts.append(monitor.is_in_doubt)
+        monitor.note(Reading(), 0)
+    assert doubts == [True, True, True, False]
+
+
 def test_one_step_at_another_rate_is_a_blip() -> None:
     monitor = Monitor(4)
     for seconds in (0.05, 0.05, 0.05, 1.25, 0.05, 0.05, 0.01, 0.05):

@@ -9,7 +9,7 @@ import pytest
 from thinwire.link.base import Link
 from thinwire.train.pilot import Thrift
 
-SHARE = 0.01
+SHARE, LONGEST = 0.01, 10.0
 STEP_SECONDS = 0.02
 
 
@@ -33,7 +33,7 @@ class Processor:
 @pytest.mark.parametrize("parts", [(0.003,), (0.003, 0.0001), (0.0001, 0.003), (0.0005,) * 6])
 def test_what_is_done_now_and_then_takes_no_more_than_its_share_in_however_many_parts(parts: tuple[float, ...]) -> None:
     processor = Processor()
-    thrift = Thrift(SHARE, cast(Link, processor))
+    thrift = Thrift(SHARE, LONGEST, cast(Link, processor))
     for _ in range(5000):
         processor.wall += STEP_SECONDS
         if thrift.allows:
@@ -46,11 +46,21 @@ def test_what_is_done_now_and_then_takes_no_more_than_its_share_in_however_many_
 
 def test_what_was_done_before_it_was_allowed_is_waited_for() -> None:
     processor = Processor()
-    thrift = Thrift(SHARE, cast(Link, processor))
+    thrift = Thrift(SHARE, LONGEST, cast(Link, processor))
     for _ in range(3):
         with thrift:
             processor.compute(0.001)
     processor.wall += 0.29
     assert not thrift.allows
     processor.wall += 0.02
+    assert thrift.allows
+
+
+def test_nothing_that_happens_once_makes_a_long_pause() -> None:
+    processor = Processor()
+    thrift = Thrift(SHARE, 1.0, cast(Link, processor))
+    for _ in range(5):
+        with thrift:
+            processor.compute(0.1)
+    processor.wall += 1.01
     assert thrift.allows

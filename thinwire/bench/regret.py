@@ -43,7 +43,8 @@ HOSTS = (4, 8)
 LATENCIES = ("1ms", "5ms", "20ms")
 RATES = ("20mbit", "60mbit", "200mbit")  # where eight hosts have 500 each, the lab alone needs one core of two
 SIZES = (100_000, 1_000_000, 4_000_000)
-STEPS, REPEATS = 60, 10
+STEPS = 60
+REPEATS, LEAST_SECONDS = 10, 8.0  # of each way, and for at least so long: hosts that share cores make short steps differ
 COMPUTE_SECONDS = 0.03  # what a training step does besides
 WORTH_MEASURING = 2.5  # times the least price: what is beyond cannot be the fastest
 CLOSE = 0.15
@@ -187,9 +188,11 @@ class _Bench:
         limit = WORTH_MEASURING * min(priced.values())
         rivals = [way for way in self._ways if priced[way] <= limit or way == chosen]
         seconds: dict[Way, list[float]] = {way: [] for way in rivals}
-        for _ in range(REPEATS):
+        begin, rounds = time.monotonic(), 0
+        while rounds < REPEATS or self._meet(time.monotonic() - begin)[0] < LEAST_SECONDS:
             for way in rivals:
                 seconds[way].append(self._time(self._fixed_at(way)))
+            rounds += 1
         return {way: statistics.median(times[1:]) for way, times in seconds.items()}
 
     def _fixed_at(self, way: Way) -> Synchronizer:

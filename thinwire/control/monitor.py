@@ -146,6 +146,7 @@ class Monitor:
         )  # how far above expectation, at each step that knows
         self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
         self._doubts = 0  # how many rates in a row were far from what was believed
+        self._doubted_at = 0  # the step of the last of them
         self._watches = [_Watch("alpha"), _Watch("beta")]
         self._asked_at = clock()
         self._sent_bytes = self._probe_bytes = 0
@@ -198,8 +199,11 @@ class Monitor:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the last steps look like another network, so that the next one should be looked at too."""
-        return 0 < self._doubts <= IN_A_ROW
+        """Whether the last steps look like another network, so that the next one should be looked at too.
+
+        Not for long, if nothing more is seen: looking costs something.
+        """
+        return 0 < self._doubts <= IN_A_ROW and self._step < self._doubted_at + IN_A_ROW
 
     # --- and how far to trust it
 
@@ -363,7 +367,7 @@ class Monitor:
             self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
         believed_rate = 1 / (self.beta_now() or 1 / sample.value)
         is_far = not believed_rate / FAR <= sample.value <= believed_rate * FAR
-        self._doubts = self._doubts + 1 if is_far else 0
+        self._doubts, self._doubted_at = self._doubts + 1 if is_far else 0, self._step
         self._rates.append(sample)
         self._forget_before_a_jump()
 

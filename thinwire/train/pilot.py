@@ -30,7 +30,7 @@ from thinwire.types import Moment, Plan, Told
 
 LOOK_EVERY = 10  # steps between two looks at how the gradient's energy is spread
 LOOKING, MEASURING = 0.001, 0.006  # the share of the time that each may take
-LONGEST_PAUSE = 10.0
+LOOK_PAUSE, MEASURE_PAUSE = 10.0, 1.0  # seconds at most after each, whose cost may have been the garbage collector's
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
 TELL_EVERY, TELL_SECONDS = 5, 1.0  # between two tellings beside exchanges that carry no numbers: at least so much
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
@@ -44,8 +44,8 @@ log = logging.getLogger("thinwire")
 class Thrift:
     """Lets something happen only as often as its computing takes no more than a share of the time."""
 
-    def __init__(self, share: float, link: Link) -> None:
-        self._share, self._link = share, link
+    def __init__(self, share: float, longest: float, link: Link) -> None:
+        self._share, self._longest, self._link = share, longest, link
         self._next = -math.inf
 
     @property
@@ -58,7 +58,8 @@ class Thrift:
     def __exit__(self, *_: object) -> None:
         cost = self._link.processor_seconds() - self._start
         # What happened in parts, or before it was allowed, is waited for all the longer.
-        self._next = max(self._next, self._link.now()) + min(cost / self._share, LONGEST_PAUSE)
+        now = self._link.now()
+        self._next = min(max(self._next, now) + cost / self._share, now + self._longest)
 
 
 class Course(NamedTuple):
@@ -122,7 +123,7 @@ class Pilot:
         self._turn = 0
         self._times = (0.0, 0.0, 0.0)  # of the last step: whole, its exchange, our computing in it
         self._before: Plan | None = None  # what these times are of
-        self._looking, self._measuring = Thrift(LOOKING, link), Thrift(MEASURING, link)
+        self._looking, self._measuring = Thrift(LOOKING, LOOK_PAUSE, link), Thrift(MEASURING, MEASURE_PAUSE, link)
         self._looked_at = -1
         self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
         self._pending: tuple[torch.Tensor, Any] | None = None
