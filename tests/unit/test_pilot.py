@@ -36,7 +36,7 @@ def test_what_is_done_now_and_then_takes_no_more_than_its_share_in_however_many_
     thrift = Thrift(SHARE, LONGEST, cast(Link, processor))
     for _ in range(5000):
         processor.wall += STEP_SECONDS
-        if thrift.allows:
+        if thrift.allows():
             for seconds in parts:
                 with thrift:
                     processor.compute(seconds)
@@ -51,9 +51,21 @@ def test_what_was_done_before_it_was_allowed_is_waited_for() -> None:
         with thrift:
             processor.compute(0.001)
     processor.wall += 0.29
-    assert not thrift.allows
+    assert not thrift.allows()
     processor.wall += 0.02
-    assert thrift.allows
+    assert thrift.allows()
+
+
+def test_what_is_urgent_is_allowed_ahead_of_its_time_and_no_more_often_in_the_long_run() -> None:
+    processor = Processor()
+    thrift = Thrift(SHARE, LONGEST, cast(Link, processor))
+    for _ in range(5000):
+        processor.wall += STEP_SECONDS
+        if thrift.allows(ahead=1.0):
+            with thrift:
+                processor.compute(0.003)
+    allowed = SHARE * processor.wall
+    assert 0.8 * allowed < processor.busy <= allowed + SHARE * 1.0 + 0.003
 
 
 def test_nothing_that_happens_once_makes_a_long_pause() -> None:
@@ -63,4 +75,4 @@ def test_nothing_that_happens_once_makes_a_long_pause() -> None:
         with thrift:
             processor.compute(0.1)
     processor.wall += 1.01
-    assert thrift.allows
+    assert thrift.allows()

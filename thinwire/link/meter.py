@@ -112,7 +112,10 @@ class Meter:
 
     def stretches(self) -> tuple[Stretch, ...]:
         """The fastest part of each of the largest busy periods since the last call."""
-        pieces = np.array(_drained(self._pieces), dtype=np.float64).reshape(-1, 3)
+        drained = _drained(self._pieces)
+        if not any(end > start for start, end, _ in drained):
+            return ()  # single packets say nothing, and looking takes its time
+        pieces = np.array(drained, dtype=np.float64).reshape(-1, 3)
         periods = sorted(busy_periods(pieces), key=lambda busy: -float(busy[:, 2].sum()))
         parts = [fastest_part(busy) for busy in periods[:MAX_STRETCHES]]
         found = [part for part in parts if part is not None and part.nbytes > 0]

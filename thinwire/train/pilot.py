@@ -30,7 +30,8 @@ from thinwire.types import Moment, Plan, Told
 
 LOOK_EVERY = 10  # steps between two looks at how the gradient's energy is spread
 LOOKING, MEASURING = 0.001, 0.006  # the share of the time that each may take
-LOOK_PAUSE, MEASURE_PAUSE = 10.0, 1.0  # seconds at most after each, whose cost may have been the garbage collector's
+LOOK_PAUSE, MEASURE_PAUSE = 10.0, 2.0  # seconds at most after each, whose cost may have been the garbage collector's
+AHEAD = 1.0  # seconds before it is due, measuring is allowed where something is not as expected
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
 TELL_EVERY, TELL_SECONDS = 5, 1.0  # between two tellings beside exchanges that carry no numbers: at least so much
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
@@ -48,9 +49,9 @@ class Thrift:
         self._share, self._longest, self._link = share, longest, link
         self._next = -math.inf
 
-    @property
-    def allows(self) -> bool:
-        return self._link.now() >= self._next
+    def allows(self, ahead: float = 0.0) -> bool:
+        """Now, or so many seconds before it would be due, if it is urgent: the next time is then later for it."""
+        return self._link.now() >= self._next - ahead
 
     def __enter__(self) -> None:
         self._start = self._link.processor_seconds()
@@ -128,6 +129,7 @@ class Pilot:
         self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._last_end = math.nan
+        self._surprised = False  # by how long the last step took
 
     @property
     def plan(self) -> Plan:
@@ -138,7 +140,7 @@ class Pilot:
     def looks_at(self, step: int) -> bool:
         """Whether the gradient of this step is worth a look. Once begun, all parts of it are."""
         due = self.controller is not None and step % LOOK_EVERY == 0
-        return due and (step == self._looked_at or self._looking.allows)
+        return due and (step == self._looked_at or self._looking.allows())
 
     def look(self, step: int, x: torch.Tensor) -> None:
         """See how the energy of a gradient, or of the next part of one, is spread over its entries."""
@@ -236,13 +238,16 @@ class Pilot:
         self._times = (whole, exchange, compress) if known else (0.0, 0.0, 0.0)
         self._before = self.plan if known else None
         self._last_end = now
-        if self.decision is not None and whole > SURPRISING * self.decision.seconds:
+        expected = math.nan if self.standing.seconds is None else self.standing.seconds
+        is_long, is_short = whole > SURPRISING * expected, whole * SURPRISING < expected  # which no NaN is
+        self._surprised = is_long or is_short
+        if is_long:
             self.monitor.be_restless()
         return whole
 
     def measure(self) -> None:
         """Note what the link has noticed, and use the quiet after an exchange to ask for more."""
-        if self._measuring.allows or self.monitor.is_in_doubt:
+        if self._measuring.allows(AHEAD if self._surprised or self.monitor.is_in_doubt else 0.0):
             with self._measuring:
                 self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha)
                 self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
