@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from thinwire.control.agreement import BETAS, START, off
+from thinwire.control.agreement import START, off
 from thinwire.control.prices import Prices, ways
-from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, NOTICEABLE, Seen, View, way_of
+from thinwire.control.view import ANOTHER, DOUBT, FARTHEST, HELD_BACK, HOPEFUL, Seen, View, way_of
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan, Told
 
@@ -120,10 +120,43 @@ def test_a_network_that_has_become_too_fast_to_see_is_told_by_the_time_that_is_s
 def test_but_the_rate_does_not_rise_without_end_when_it_is_computing_that_has_become_faster() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.1)
     view = after_steps(view, DIRECT, 60, extra=0.0, told=False)
-    assert view.network is not None and view.beta is not None and view.beta > BETAS[0]
-    exchange = PRICES.seconds(way_of(DIRECT), DIRECT.ratio, HERE)
-    moving = PRICES.seconds(way_of(DIRECT), DIRECT.ratio, view.network) - HERE.alpha
-    assert moving > NOTICEABLE * exchange / 4
+    assert view.beta == pytest.approx(HERE.beta / FARTHEST)
+
+
+def test_a_rate_that_nobody_sees_may_have_risen_and_is_held_to_be_twice_as_high_after_a_while() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+    view = after_steps(view, DIRECT, HOPEFUL - 1, extra=0.002, told=False)
+    assert view.beta == HERE.beta
+    view = after_steps(view, DIRECT, 1, extra=0.002, told=False)
+    assert view.beta == HERE.beta / 2 and view.hope.alive
+
+
+def test_but_not_without_end() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+    view = after_steps(view, DIRECT, 50 * HOPEFUL, extra=0.002, told=False)
+    assert view.beta == pytest.approx(HERE.beta / FARTHEST)
+
+
+def test_what_was_hoped_for_in_vain_is_hoped_for_half_as_often() -> None:
+    view, waits = after_steps(begun(), DIRECT, 10, extra=0.002), []
+    for _ in range(3):
+        steps = 0
+        while not view.hope.alive:
+            view, steps = after_steps(view, DIRECT, 1, extra=0.002, told=False), steps + 1
+        waits.append(steps)
+        view = after_steps(view, DIRECT, 1, extra=0.002)
+        assert view.beta == HERE.beta and not view.hope.alive
+    assert waits == [HOPEFUL, 2 * HOPEFUL, 4 * HOPEFUL]
+
+
+def test_a_hope_that_comes_true_is_the_new_rate_and_there_may_be_more() -> None:
+    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+    for _ in range(2):
+        view = after_steps(view, DIRECT, HOPEFUL, extra=0.002, told=False)
+        assert view.hope.alive and view.beta is not None
+        truth = replace(HERE, beta=view.beta)
+        view = after_steps(view, DIRECT, 1, extra=0.002, truth=truth)
+        assert view.beta == truth.beta and view.hope.wait == HOPEFUL
 
 
 def test_a_view_comes_back_from_json_as_it_was() -> None:

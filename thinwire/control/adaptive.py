@@ -26,7 +26,7 @@ OBJECTIVES = ("goodput", "seconds", "knee")
 EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 13
-PAUSE_SECONDS = 0.5  # between two decisions that no change of the network asks for
+PAUSE_SECONDS = 2.0  # between two decisions that no change of the network asks for
 
 
 class Candidate(NamedTuple):
@@ -155,7 +155,7 @@ class Adaptive:
     """
 
     objective: str = "goodput"
-    horizon: int = 500
+    horizon: int = 1000
     ratios: tuple[float, float] = (0.001, 0.1)
     exchanges: tuple[str, ...] = SPARSE
     warmup: int = 0
@@ -256,13 +256,15 @@ class Adaptive:
         if _changed(standing.alpha, view.network.alpha, self.change):
             return f"latency went from {_short(standing.alpha)} to {_short(view.network.alpha)}"
         if _changed(standing.beta, view.network.beta, self.change):
+            if view.hope.alive:
+                return f"nobody has seen the rate for a while, and it may be {rate_of(view.network.beta)} by now"
             return f"rate went from {rate_of(standing.beta)} to {rate_of(view.network.beta)}"
         now = self.judge(standing.plan, view, view.network, prices)
         if now.gain < self._least_gain(standing.plan.exchange):
             return f"gain would fall to {now.gain:.2g}, under the least allowed"
         if standing.gain is None:
             return "ratios were tried out"
-        if (step - standing.since) * standing.seconds < PAUSE_SECONDS:
+        if not standing.guessed and (step - standing.since) * standing.seconds < PAUSE_SECONDS:
             return None  # to decide takes some milliseconds, and what follows is slow to change or noise
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"

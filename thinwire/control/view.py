@@ -42,6 +42,9 @@ HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
 ANOTHER = 1.6  # the ratio from which on it is another network
 DOUBT = 0.4  # of a step: what ways are seen to take beyond their prices may differ by so much for no reason
+HOPEFUL, HOPELESS = 20, 10_000  # steps without a look at the rate, after which it may have risen: at first, at most
+HINT = 6  # steps for which one counts whose exchange took less: three in a row are reason enough
+FARTHEST = 32.0  # times the rate that was last seen: if that changes nothing, nothing will
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -125,13 +128,48 @@ def _are_near(a: Network, b: Network, factor: float) -> bool:
     return all(1 / factor <= ratio <= factor for ratio in (a.alpha / b.alpha, a.beta / b.beta))
 
 
-def _faster(network: Network, change: float, moving: float) -> float:
-    """The time per byte at which what of an exchange is `moving` bytes takes so much less. At most halved at once.
+@dataclass(frozen=True)
+class Hope:
+    """For a rate that nobody has seen for long, as where messages are single packets: it may have risen meanwhile.
 
-    Where too little is sent to see a rate, this alone tells that the network has become faster. If it was something
-    else that had become faster, more will be sent than pays, and then the rate is seen.
+    A fall would be seen, but a rise may never be, since by the old rate it seems best to send little. So now and then,
+    and soon where exchanges take less than they did, the rate is held to be twice what it was. If more is then sent, it
+    is seen; if that was in vain, it is done half as readily.
+
+    Attributes:
+        seen: seconds per byte when last there was anything to see.
+        steps: since then, or since more was hoped for; a step whose exchange took less counts as several.
+        wait: for how many steps to hope for nothing.
+        alive: more is held to be true than was seen.
     """
-    return rounded(network.beta * max(0.5, 1 + change / moving))
+
+    seen: float = math.inf
+    steps: int = 0
+    wait: int = HOPEFUL
+    alive: bool = False
+
+    def after_a_look(self, beta: float) -> Hope:
+        """The rate was seen to be this."""
+        if not self.alive:
+            return replace(self, seen=beta, steps=0)
+        in_vain = 1 / ANOTHER < beta / self.seen < ANOTHER
+        return Hope(beta, wait=min(2 * self.wait, HOPELESS) if in_vain else HOPEFUL)
+
+    def after_a_hint(self) -> Hope:
+        """An exchange took less than it did, as it would at a higher rate. It may have been something else."""
+        return replace(self, steps=self.steps + HINT)
+
+    def after_nothing(self, beta: float) -> tuple[Hope, float]:
+        """It was held to be this, and nobody has seen anything. With what it is to be held to be now."""
+        if self.steps + 1 < self.wait:
+            return replace(self, steps=self.steps + 1), beta
+        if beta / 2 < self.seen / FARTHEST:
+            return replace(self, steps=0), beta
+        return replace(self, steps=0, alive=True), rounded(max(beta / 2, BETAS[0]))
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Hope:
+        return cls(float(state["seen"]), int(state["steps"]), int(state["wait"]), bool(state["alive"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +183,7 @@ class View:
         learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
+        hope: that the rate has risen since it was last seen.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
     """
 
@@ -156,6 +195,7 @@ class View:
     learned_on: Network | None = None
     held_back: tuple[Beyond, ...] = ()
     compress: Mapping[str, Running] = field(default_factory=dict)
+    hope: Hope = Hope()
     gains: GainCurve = field(default_factory=GainCurve)
 
     @property
@@ -175,14 +215,19 @@ class View:
             return self
         alpha = moved(self.alpha, told.alpha_off, told.alpha_known, START.alpha, ALPHAS)
         beta = moved(self.beta, told.beta_off, told.beta_known, START.beta, BETAS)
-        moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
-        view = replace(self, alpha=alpha, beta=beta, settling=self.settling + 1 if moving else 0)
+        view = replace(self, alpha=alpha, beta=beta)
         if told.energy > 0:
             view = view._with_gain(seen)
         if seen.before is not None and told.step_seconds >= told.exchange_seconds > 0:
             times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
             view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
-        return view
+        hope = view.hope
+        if beta is not None and told.beta_known > 0:
+            hope = hope.after_a_look(beta)
+        elif beta is not None and seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
+            hope, beta = hope.after_nothing(beta)
+        moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
+        return replace(view, beta=beta, hope=hope, settling=self.settling + 1 if moving else 0)
 
     def _with_gain(self, seen: Seen) -> View:
         told, gains = seen.told, self.gains
@@ -197,7 +242,7 @@ class View:
         self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
     ) -> View:
         way, network = way_of(plan), self.network
-        factors, extras, held_back, beta = dict(self.compress), dict(self.extra), self.held_back, self.beta
+        factors, extras, held_back, hope = dict(self.compress), dict(self.extra), self.held_back, self.hope
         learned_on = self.learned_on or network
         if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
             learned_on = network
@@ -215,7 +260,7 @@ class View:
             if -change > noticeable and not rate_is_new:
                 moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
             if moving > noticeable:
-                beta = _faster(network, change, moving)
+                hope = hope.after_a_hint()
             else:
                 held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
             if len(held_back) > HELD_BACK:
@@ -226,7 +271,7 @@ class View:
                     extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
         rest = _after(self.rest, step - exchange)
         return replace(
-            self, rest=rest, beta=beta, compress=factors, extra=extras, learned_on=learned_on, held_back=held_back
+            self, rest=rest, hope=hope, compress=factors, extra=extras, learned_on=learned_on, held_back=held_back
         )
 
     # --- what follows from it
@@ -279,6 +324,7 @@ class View:
             "learned_on": None if self.learned_on is None else [self.learned_on.alpha, self.learned_on.beta],
             "held_back": [list(beyond) for beyond in self.held_back],
             "compress": {key: plain(value) for key, value in self.compress.items()},
+            "hope": asdict(self.hope),
             "gains": self.gains.to_json(),
         }
 
@@ -302,5 +348,6 @@ class View:
             learned_on=network(state["learned_on"]),
             held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
             compress=runnings(state["compress"]),
+            hope=Hope.from_json(state["hope"]),
             gains=GainCurve.from_json(state["gains"]),
         )
