@@ -194,12 +194,12 @@ class Adaptive:
     def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
         """The plan from `step` on if there is a reason to think about it, else None."""
         trigger = self._trigger(view, standing, step, prices)
-        if trigger is None or view.network is None:
+        if trigger is None or view.assumed is None:
             return None
-        judged = list(self._all_judged(self._ratios(step), standing.plan, view, view.network, prices))
+        judged = list(self._all_judged(self._ratios(step), standing.plan, view, view.assumed, prices))
         candidates = sorted(self._candidates(judged), key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else candidates[0]
-        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.network, prices))
+        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices))
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
         return Decision(
@@ -208,8 +208,8 @@ class Adaptive:
             plan=chosen.plan,
             before=standing.plan,
             seconds=chosen.seconds,
-            alpha=view.network.alpha,
-            beta=view.network.beta,
+            alpha=view.assumed.alpha,
+            beta=view.assumed.beta,
             rest=view.rest_seconds,
             compress=float(self._computing(way_of(chosen.plan), np.array([chosen.plan.ratio]), view, prices)[0]),
             gain=chosen.gain,
@@ -221,8 +221,8 @@ class Adaptive:
         return Standing(
             plan=decision.plan,
             since=decision.step,
-            alpha=view.alpha,
-            beta=view.beta,
+            alpha=decision.alpha,
+            beta=decision.beta,
             gain=decision.gain,
             seconds=decision.seconds,
             guessed=view.rest is None,
@@ -230,7 +230,7 @@ class Adaptive:
 
     def wants_exploring(self, view: View) -> bool:
         """Whether the candidate ratios should be tried out: first, and when the gain has changed since."""
-        if self.explore != "restore" or view.network is None:
+        if self.explore != "restore" or view.assumed is None:
             return False
         return abs(view.gains.since_explored() - 1) >= self.gain_change
 
@@ -243,7 +243,7 @@ class Adaptive:
     # --- when
 
     def _trigger(self, view: View, standing: Standing, step: int, prices: Prices) -> str | None:
-        if view.network is None:
+        if view.assumed is None:
             return None
         if standing.alpha is None or standing.beta is None or standing.seconds is None:
             return "the network was measured"
@@ -253,13 +253,13 @@ class Adaptive:
             return "the plan in force is out of bounds"
         if step - standing.since < self.patience or 0 < view.settling < self.patience:
             return None
-        if _changed(standing.alpha, view.network.alpha, self.change):
-            return f"latency went from {_short(standing.alpha)} to {_short(view.network.alpha)}"
-        if _changed(standing.beta, view.network.beta, self.change):
-            if view.hope.alive:
-                return f"nobody has seen the rate for a while, and it may be {rate_of(view.network.beta)} by now"
-            return f"rate went from {rate_of(standing.beta)} to {rate_of(view.network.beta)}"
-        now = self.judge(standing.plan, view, view.network, prices)
+        if _changed(standing.alpha, view.assumed.alpha, self.change):
+            return f"latency went from {_short(standing.alpha)} to {_short(view.assumed.alpha)}"
+        if _changed(standing.beta, view.assumed.beta, self.change):
+            if view.hope.factor > 1:
+                return f"nobody has seen the rate for a while, and it may be {rate_of(view.assumed.beta)} by now"
+            return f"rate went from {rate_of(standing.beta)} to {rate_of(view.assumed.beta)}"
+        now = self.judge(standing.plan, view, view.assumed, prices)
         if now.gain < self._least_gain(standing.plan.exchange):
             return f"gain would fall to {now.gain:.2g}, under the least allowed"
         if standing.gain is None:

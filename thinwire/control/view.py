@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
 from thinwire.control.computing import MESSAGE, compress_seconds
 from thinwire.control.gain import CANDIDATES, GainCurve
+from thinwire.control.hope import Hope
 from thinwire.control.prices import Prices, Way
 from thinwire.types import Network, Plan, Told
 
@@ -42,9 +43,6 @@ HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
 ANOTHER = 1.6  # the ratio from which on it is another network
 DOUBT = 0.4  # of a step: what ways are seen to take beyond their prices may differ by so much for no reason
-HOPEFUL, HOPELESS = 20, 10_000  # steps without a look at the rate, after which it may have risen: at first, at most
-HINT = 6  # steps for which one counts whose exchange took less: three in a row are reason enough
-FARTHEST = 32.0  # times the rate that was last seen: if that changes nothing, nothing will
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -108,8 +106,9 @@ def _after(running: Running | None, sample: float, scale: float = 0.0) -> Runnin
     return Running(rounded(sample)) if running is None else running.after(sample, scale)
 
 
-def _has_moved(before: float | None, after: float | None) -> bool:
-    return before is not None and after is not None and abs(after - before) > MOVING * before
+def _has_moved(before: float | None, after: float | None, share: float) -> bool:
+    """By more than this share of the lesser one."""
+    return before is not None and after is not None and abs(after - before) > share * min(before, after)
 
 
 class Beyond(NamedTuple):
@@ -126,50 +125,6 @@ class Beyond(NamedTuple):
 
 def _are_near(a: Network, b: Network, factor: float) -> bool:
     return all(1 / factor <= ratio <= factor for ratio in (a.alpha / b.alpha, a.beta / b.beta))
-
-
-@dataclass(frozen=True)
-class Hope:
-    """For a rate that nobody has seen for long, as where messages are single packets: it may have risen meanwhile.
-
-    A fall would be seen, but a rise may never be, since by the old rate it seems best to send little. So now and then,
-    and soon where exchanges take less than they did, the rate is held to be twice what it was. If more is then sent, it
-    is seen; if that was in vain, it is done half as readily.
-
-    Attributes:
-        seen: seconds per byte when last there was anything to see.
-        steps: since then, or since more was hoped for; a step whose exchange took less counts as several.
-        wait: for how many steps to hope for nothing.
-        alive: more is held to be true than was seen.
-    """
-
-    seen: float = math.inf
-    steps: int = 0
-    wait: int = HOPEFUL
-    alive: bool = False
-
-    def after_a_look(self, beta: float) -> Hope:
-        """The rate was seen to be this."""
-        if not self.alive:
-            return replace(self, seen=beta, steps=0)
-        in_vain = 1 / ANOTHER < beta / self.seen < ANOTHER
-        return Hope(beta, wait=min(2 * self.wait, HOPELESS) if in_vain else HOPEFUL)
-
-    def after_a_hint(self) -> Hope:
-        """An exchange took less than it did, as it would at a higher rate. It may have been something else."""
-        return replace(self, steps=self.steps + HINT)
-
-    def after_nothing(self, beta: float) -> tuple[Hope, float]:
-        """It was held to be this, and nobody has seen anything. With what it is to be held to be now."""
-        if self.steps + 1 < self.wait:
-            return replace(self, steps=self.steps + 1), beta
-        if beta / 2 < self.seen / FARTHEST:
-            return replace(self, steps=0), beta
-        return replace(self, steps=0, alive=True), rounded(max(beta / 2, BETAS[0]))
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Hope:
-        return cls(float(state["seen"]), int(state["steps"]), int(state["wait"]), bool(state["alive"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +160,14 @@ class View:
         return Network(alpha=self.alpha, beta=self.beta)
 
     @property
+    def assumed(self) -> Network | None:
+        """The network to decide for: as it was measured, or better, where nobody has seen the rate for long."""
+        network = self.network
+        if network is None or self.hope.factor == 1:
+            return network
+        return replace(network, beta=max(network.beta / self.hope.factor, BETAS[0]))
+
+    @property
     def rest_seconds(self) -> float:
         return self.rest.value if self.rest else USUAL_REST
 
@@ -222,12 +185,12 @@ class View:
             times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
             view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
         hope = view.hope
-        if beta is not None and told.beta_known > 0:
-            hope = hope.after_a_look(beta)
-        elif beta is not None and seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
-            hope, beta = hope.after_nothing(beta)
-        moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
-        return replace(view, beta=beta, hope=hope, settling=self.settling + 1 if moving else 0)
+        if told.beta_known > 0:
+            hope = hope.after_a_look(has_changed=_has_moved(self.beta, beta, ANOTHER - 1))
+        elif seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
+            hope = hope.after_nothing()
+        moving = _has_moved(self.alpha, alpha, MOVING) or _has_moved(self.beta, beta, MOVING)
+        return replace(view, hope=hope, settling=self.settling + 1 if moving else 0)
 
     def _with_gain(self, seen: Seen) -> View:
         told, gains = seen.told, self.gains
@@ -241,7 +204,7 @@ class View:
     def _with_times(
         self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
     ) -> View:
-        way, network = way_of(plan), self.network
+        way, network = way_of(plan), self.assumed
         factors, extras, held_back, hope = dict(self.compress), dict(self.extra), self.held_back, self.hope
         learned_on = self.learned_on or network
         if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
