@@ -89,7 +89,9 @@ def main() -> None:
                 kept["runs"][f"{network} {method} {seed}"] = result
                 kept |= {"command": "python benchmarks/time_to_accuracy.py", **describe_machine()}
                 RESULTS.write_text(json.dumps(kept) + "\n")
-    print_table(kept["runs"])
+    text = table(kept["runs"])
+    RESULTS.with_suffix(".md").write_text(text)
+    print(text, end="")
 
 
 def runs(network: str, methods: list[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,28 +143,49 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def print_table(runs: dict[str, Any]) -> None:
-    """Seconds to each target, the mean over seeds; a dash where some seed never came there."""
-    print(f"| network | method | seeds | steps | {' | '.join(f'{t:.0%}' for t in TARGETS)} | last |")
-    print("| --- | --- | --- | --- |" + " --- |" * (len(TARGETS) + 1))
-    for network in NETWORKS:
-        for method in METHODS:
-            found = [result for name, result in runs.items() if name.split()[:2] == [network, method]]
-            if found:
-                times = [_mean([time_to(result["accuracy"], target) for result in found]) for target in TARGETS]
-                last = statistics.mean(result["accuracy"][-1][1] for result in found)
-                steps = statistics.mean(result["steps"] for result in found)
-                print(f"| {network} | {method} | {len(found)} | {steps:.0f} | {' | '.join(times)} | {last:.3f} |")
+def table(runs: dict[str, Any]) -> str:
+    """Seconds to each target, the mean over seeds; a dash where some seed never came there. And how adaptive does."""
+    lines = [
+        f"| network | method | seeds | steps | {' | '.join(f'{t:.0%}' for t in TARGETS)} | last |",
+        "| --- | --- | --- | --- |" + " --- |" * (len(TARGETS) + 1),
+    ]
+    means: dict[tuple[str, str], list[float | None]] = {}
+    for network, method in itertools.product(NETWORKS, METHODS):
+        found = [result for name, result in runs.items() if name.split()[:2] == [network, method]]
+        if found:
+            means[network, method] = [_mean([time_to(each["accuracy"], t) for each in found]) for t in TARGETS]
+            times = " | ".join("-" if mean is None else f"{mean:.1f}" for mean in means[network, method])
+            last = statistics.mean(result["accuracy"][-1][1] for result in found)
+            steps = statistics.mean(result["steps"] for result in found)
+            lines.append(f"| {network} | {method} | {len(found)} | {steps:.0f} | {times} | {last:.3f} |")
+    return "\n".join([*lines, "", *_verdicts(means), ""])
+
+
+def _verdicts(means: dict[tuple[str, str], list[float | None]]) -> Iterator[str]:
+    """One line for each network and target: adaptive against whichever other method was the fastest there."""
+    for network, (place, target) in itertools.product(NETWORKS, enumerate(TARGETS)):
+        times = {m: mean[place] for (n, m), mean in means.items() if n == network}
+        ours = times.pop("adaptive", None)
+        others = {method: seconds for method, seconds in times.items() if seconds is not None}
+        if ours is not None and others:
+            best = min(others, key=others.__getitem__)
+            yield (
+                f"- {network}, {target:.0%}: adaptive {ours:.1f} s, the best other ({best}) {others[best]:.1f} s, "
+                f"{ours / others[best]:.2f} times"
+            )
 
 
 def time_to(curve: list[list[float]], target: float) -> float | None:
-    """When the accuracy first reached the target."""
-    return next((at for at, accuracy, _ in curve if accuracy >= target), None)
+    """When the accuracy first reached the target, on a line between the looks before and after."""
+    for (before, lower, _), (after, higher, _) in itertools.pairwise(curve):
+        if higher >= target:
+            return before + (after - before) * (target - lower) / (higher - lower)
+    return None
 
 
-def _mean(times: list[float | None]) -> str:
+def _mean(times: list[float | None]) -> float | None:
     known = [t for t in times if t is not None]
-    return f"{statistics.mean(known):.1f}" if known and len(known) == len(times) else "-"
+    return statistics.mean(known) if known and len(known) == len(times) else None
 
 
 # --- on the hosts
