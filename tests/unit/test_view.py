@@ -144,6 +144,14 @@ def test_what_was_hoped_for_in_vain_is_hoped_for_half_as_readily() -> None:
     assert waits == [PATIENCE, 2 * PATIENCE, 4 * PATIENCE]
 
 
+def test_on_another_network_all_that_was_in_vain_is_forgotten() -> None:
+    view = after_steps(after_steps(begun(), DIRECT, 10, extra=0.002), DIRECT, PATIENCE, extra=0.002, told=False)
+    view = after_steps(view, DIRECT, 1, extra=0.002)
+    assert view.hope.patience == 2 * PATIENCE
+    view = after_steps(view, DIRECT, 1, extra=0.002, truth=replace(HERE, alpha=2 * HERE.alpha))
+    assert view.hope.patience == PATIENCE
+
+
 def test_a_hope_that_comes_true_is_the_new_rate_and_there_may_be_more() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.002)
     for _ in range(2):

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-PATIENCE, MOST_PATIENCE = 20, 10_000  # steps without a look at the rate, before anything is hoped for
+PATIENCE = 20  # steps without a look at the rate, before anything is hoped for
+MOST_PATIENCE = 160  # after which a hope in vain, some six steps of a plan that sends too much, costs little
 HINT = 6  # steps for which one counts whose exchange took less: three in a row are reason enough
 FARTHEST = 32  # times the rate that was seen: where that changes nothing, nothing will
 
@@ -30,11 +31,11 @@ class Hope:
     steps: int = 0
     patience: int = PATIENCE
 
-    def after_a_look(self, has_changed: bool) -> Hope:
-        """The rate was seen: another one than before, or the same."""
+    def after_a_look(self) -> Hope:
+        """The rate was seen, and is what it was."""
         if self.factor == 1:
             return replace(self, steps=0)
-        return Hope(patience=PATIENCE if has_changed else min(2 * self.patience, MOST_PATIENCE))
+        return Hope(patience=min(2 * self.patience, MOST_PATIENCE))
 
     def after_nothing(self) -> Hope:
         """Nobody has seen anything."""

@@ -185,8 +185,10 @@ class View:
             times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
             view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
         hope = view.hope
-        if told.beta_known > 0:
-            hope = hope.after_a_look(has_changed=_has_moved(self.beta, beta, ANOTHER - 1))
+        if _has_moved(self.alpha, alpha, ANOTHER - 1) or _has_moved(self.beta, beta, ANOTHER - 1):
+            hope = Hope()
+        elif told.beta_known > 0:
+            hope = hope.after_a_look()
         elif seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
             hope = hope.after_nothing()
         moving = _has_moved(self.alpha, alpha, MOVING) or _has_moved(self.beta, beta, MOVING)
