@@ -126,6 +126,7 @@ class _Courier:
         model = self._model()
         if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
             raise ValueError("Join(divide_by_initial_world_size=False) is not supported; the default, True, is.")
+        self._comm.agree_after_resuming()
         self._comm.hear_by_torch()
         self._waiting = []  # an earlier backward may have failed half-way
         self._passes = self._comm.exchange.bucketwise and self._comm.memory.empty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -103,6 +104,7 @@ class Synchronizer:
         self.step = 0
         self.skipped = 0
         self.last: StepRecord | None = None
+        self._is_resumed = False  # and ranks have not agreed yet that they all are, at the same step
         self._scaler = scaler
         self._exchanges: dict[Plan, Exchange] = {}
         self.link = open_link(link, group, timeout)
@@ -175,7 +177,17 @@ class Synchronizer:
             self.link.abort(f"{type(error).__name__}: {error}")
             raise
 
+    def agree_after_resuming(self) -> None:
+        """At the first step after a state was loaded: ranks that go on from different ones are refused by name.
+
+        Our own messages say which step they are of, but torch's do not.
+        """
+        if self._is_resumed:
+            self._is_resumed = False
+            agree(self.link, {"step": str(self.step), "state": json.dumps(self._pilot.agreed())})
+
     def _average(self, grads: Mapping[str, torch.Tensor], hold: Collection[str]) -> None:
+        self.agree_after_resuming()
         link, pilot, exchange = self.link, self._pilot, self.exchange
         watch, start, sent_before = Stopwatch(link), link.now(), link.sent_bytes
         link.moment = Moment(self.step, str(pilot.plan))
@@ -328,7 +340,7 @@ class Synchronizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of this rank. A state that does not fit is refused whole."""
+        """Go on from a state of this rank, on all ranks from the same step. One that does not fit is refused whole."""
         expected = {"version": _STATE_VERSION, "rank": self.link.rank, "world_size": self.link.world_size}
         for field, ours in expected.items():
             if state.get(field) != ours:
@@ -347,6 +359,7 @@ class Synchronizer:
         self.memory.load_state_dict(state["error"])
         self._pilot.resume(course)
         self.step, self.skipped = state["step"], state["skipped"]
+        self._is_resumed = True
 
     def common_step(self, steps: Collection[int]) -> int | None:
         """The newest step that is among every rank's `steps`, as `Checkpoint.steps` gives them; None if there is none.
