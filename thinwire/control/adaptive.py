@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thinwire.control import pareto
+from thinwire.control.agreement import rounded
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
@@ -26,6 +27,7 @@ OBJECTIVES = ("goodput", "seconds", "knee")
 EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 13
+ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
 PAUSE_SECONDS = 2.0  # between two decisions that no change of the network asks for
 
 
@@ -75,6 +77,8 @@ class Decision:
     Attributes:
         step: the first step that runs by it.
         trigger: what had changed, in words.
+        alpha, beta: the network as it was measured.
+        hope: times the rate that was measured is what was decided for (control/hope.py).
         rest: the seconds of a step outside its exchange.
         compress: what of `seconds` is our own computing.
         candidates: every way at its best ratio, and what was chosen, the best first.
@@ -88,6 +92,7 @@ class Decision:
     seconds: float
     alpha: float
     beta: float
+    hope: int = 1
     rest: float
     compress: float = 0.0
     gain: float
@@ -107,6 +112,7 @@ class Standing:
     """The plan in force, and what was known when it was chosen.
 
     Attributes:
+        beta: what was decided for: what was measured then, divided by `hope`.
         guessed: no step had been measured yet, so `seconds` counts what is usual for computing.
     """
 
@@ -114,6 +120,7 @@ class Standing:
     since: int = 0
     alpha: float | None = None
     beta: float | None = None
+    hope: int = 1
     gain: float | None = None
     seconds: float | None = None
     guessed: bool = False
@@ -194,7 +201,7 @@ class Adaptive:
     def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
         """The plan from `step` on if there is a reason to think about it, else None."""
         trigger = self._trigger(view, standing, step, prices)
-        if trigger is None or view.assumed is None:
+        if trigger is None or view.network is None or view.assumed is None:
             return None
         judged = list(self._all_judged(self._ratios(step), standing.plan, view, view.assumed, prices))
         candidates = sorted(self._candidates(judged), key=_by_cost)
@@ -208,8 +215,9 @@ class Adaptive:
             plan=chosen.plan,
             before=standing.plan,
             seconds=chosen.seconds,
-            alpha=view.assumed.alpha,
-            beta=view.assumed.beta,
+            alpha=view.network.alpha,
+            beta=view.network.beta,
+            hope=view.hope.factor,
             rest=view.rest_seconds,
             compress=float(self._computing(way_of(chosen.plan), np.array([chosen.plan.ratio]), view, prices)[0]),
             gain=chosen.gain,
@@ -222,7 +230,8 @@ class Adaptive:
             plan=decision.plan,
             since=decision.step,
             alpha=decision.alpha,
-            beta=decision.beta,
+            beta=None if view.assumed is None else view.assumed.beta,
+            hope=decision.hope,
             gain=decision.gain,
             seconds=decision.seconds,
             guessed=view.rest is None,
@@ -238,7 +247,8 @@ class Adaptive:
         """The exchange to try out, the one in force if it compresses, and the ratios: the candidates within bounds."""
         low, high = self.ratios
         within = tuple(ratio for ratio in CANDIDATES if low <= ratio <= high)
-        return plan.exchange if plan.exchange in self.exchanges else self.exchanges[0], within or (high, low)
+        ends = tuple(ratio for ratio in (high, low) if ratio < 1)  # at which all is sent, as everybody knows
+        return plan.exchange if plan.exchange in self.exchanges else self.exchanges[0], within or ends
 
     # --- when
 
@@ -256,15 +266,14 @@ class Adaptive:
         if _changed(standing.alpha, view.assumed.alpha, self.change):
             return f"latency went from {_short(standing.alpha)} to {_short(view.assumed.alpha)}"
         if _changed(standing.beta, view.assumed.beta, self.change):
-            if view.hope.factor > 1:
-                return f"nobody has seen the rate for a while, and it may be {rate_of(view.assumed.beta)} by now"
-            return f"rate went from {rate_of(standing.beta)} to {rate_of(view.assumed.beta)}"
+            return _course_of_rate(standing, view.assumed.beta, view.hope.factor)
         now = self.judge(standing.plan, view, view.assumed, prices)
         if now.gain < self._least_gain(standing.plan.exchange):
             return f"gain would fall to {now.gain:.2g}, under the least allowed"
         if standing.gain is None:
             return "ratios were tried out"
-        if not standing.guessed and (step - standing.since) * standing.seconds < PAUSE_SECONDS:
+        lasted = (step - standing.since) * max(standing.seconds, now.seconds)
+        if lasted < PAUSE_SECONDS and not standing.guessed:
             return None  # to decide takes some milliseconds, and what follows is slow to change or noise
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
@@ -283,7 +292,7 @@ class Adaptive:
     def _candidates(self, judged: Iterable[_Judged]) -> Iterator[Candidate]:
         """Every way at the ratio at which it is best, of those that send enough; dense always does."""
         for each in judged:
-            safe = each.gains >= self._least_gain(each.way.exchange)
+            safe = each.gains >= min(1.0, ROOM * self._least_gain(each.way.exchange))
             if safe.any():
                 yield each.at(int(np.where(safe, each.costs, np.inf).argmin()))
 
@@ -294,7 +303,9 @@ class Adaptive:
 
         Prices are nearly straight lines between neighbours of a few ratios, so only those are worked out.
         """
-        few = np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS) if len(ratios) > 1 else ratios
+        few = ratios
+        if len(ratios) > 1:  # rounded, since NumPy's functions are not the same to the last bit on every processor
+            few = np.array([rounded(ratio) for ratio in np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS)])
         learning, runs = {}, way_of(plan)
         for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
             if way.exchange == "dense":
@@ -375,7 +386,7 @@ class Adaptive:
             solver=self.solver,
         )
         nearest = int(np.abs(ratios - ratio).argmin())
-        enough = [j.gains[nearest:] >= self._least_gain(j.way.exchange) for j in sparse]
+        enough = [j.gains[nearest:] >= min(1.0, ROOM * self._least_gain(j.way.exchange)) for j in sparse]
         found = [j.at(nearest + int(e.argmax())) for j, e in zip(sparse, enough, strict=True) if e.any()]
         return min([dense, *found], key=lambda c: c.seconds)
 
@@ -404,6 +415,14 @@ def rate_of(beta: float) -> str:
 
 def _by_cost(candidate: Candidate) -> tuple[float, str]:
     return candidate.cost, str(candidate.plan)
+
+
+def _course_of_rate(standing: Standing, beta: float, hope: int) -> str:
+    if hope > 1:
+        return f"nobody has seen the rate for a while, and it may be {rate_of(beta)} by now"
+    if standing.hope > 1 or standing.beta is None:
+        return f"the rate was seen again, and is {rate_of(beta)}"
+    return f"rate went from {rate_of(standing.beta)} to {rate_of(beta)}"
 
 
 def _course(before: float | None, now: float) -> str:

@@ -20,7 +20,8 @@ def explain(
     shown = [c for i, c in enumerate(decision.candidates) if i < SHOWN or c.plan == decision.plan]
     lines = [
         f"From step {decision.step} on: {what}, because {decision.trigger}.",
-        _network(decision.alpha, decision.beta) + f", {_ms(decision.rest)} of a step outside the exchange.",
+        _network(decision.alpha, decision.beta, decision.hope)
+        + f", {_ms(decision.rest)} of a step outside the exchange.",
         "",
         f"  {'plan':<54} {'step':>9} {'gain':>6} {'steps':>6} {'cost':>9}",
         *(_row(candidate, decision.plan) for candidate in shown),
@@ -49,10 +50,11 @@ def _row(candidate: Candidate, chosen: Plan) -> str:
     return f"{mark} {candidate.plan!s:<54} {seconds:>9} {candidate.gain:>6.3f} {candidate.steps:>6.2f} {cost:>9}"
 
 
-def _network(alpha: float | None, beta: float | None) -> str:
+def _network(alpha: float | None, beta: float | None, hope: int = 1) -> str:
     if alpha is None or beta is None:
         return "The network has not been measured"
-    return f"The network: {_ms(alpha)} one way, {rate_of(beta)} per host"
+    hoped = f", in the hope of {rate_of(beta / hope)}" if hope > 1 else ""
+    return f"The network: {_ms(alpha)} one way, {rate_of(beta)} per host{hoped}"
 
 
 def _ms(seconds: float) -> str:

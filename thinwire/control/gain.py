@@ -36,6 +36,7 @@ CANDIDATES = (0.1, 0.033, 0.011, 0.004, 0.001)
 _LARGEST = CANDIDATES[0]
 _NEWEST_KEPT = 0.3  # the weight of the newest sample in a running value
 _NEWEST_MEASURED = 0.05
+_FAR_LESS, _NEWEST_FAR_LESS = 0.7, 0.2  # times what was expected is believed sooner: it may be too little to train by
 _FORGET = 2 * len(CANDIDATES)  # histograms without a measured gain after which that of old says nothing more
 _LEAST, _MOST = 1e-6, 0.999  # gains that a rate can be taken from
 
@@ -90,7 +91,8 @@ class GainCurve:
         rate = _rate_of(exchange, ratio, gain)
         # From what was expected on, slowly: after a change of ratio the error takes its time to follow.
         expected = self._rate_now() if self.kept or self.rate is not None else rate
-        return replace(self, rate=rounded(expected * math.pow(rate / expected, _NEWEST_MEASURED)), unmeasured=0)
+        weight = _NEWEST_FAR_LESS if rate < _FAR_LESS * expected else _NEWEST_MEASURED
+        return replace(self, rate=rounded(expected * math.pow(rate / expected, weight)), unmeasured=0)
 
     def with_explored(self, exchange: str, gains: Mapping[float, float]) -> GainCurve:
         """After each of these ratios was tried out and was found to send so much."""

@@ -29,7 +29,7 @@ DELAYS = {
     "var-topk": _OTHERS,
 }
 RMS_ERROR = 0.28
-UNSEEN_ERROR = 0.33
+UNSEEN_ERROR = 0.32
 
 # The gain below which runs missed targets that dense training reached, for those that follow a leader; the others
 # reached theirs at the smallest gains that were tried.

@@ -155,8 +155,8 @@ class Monitor:
         turn = [((rank or 0) + i) % world_size for i in range(world_size)]
         self._turn = deque(peer for peer in turn if peer != rank)
 
-    def note(self, reading: Reading, sent_bytes: int, agreed_alpha: float | None = None) -> None:
-        """Take in what the link noticed during a step. `sent_bytes` counts from the beginning of the run.
+    def note(self, reading: Reading, sent_bytes: int, agreed_alpha: float | None = None) -> list[Change]:
+        """Take in what the link noticed during a step; give what has changed by it. Bytes count from the beginning.
 
         `agreed_alpha` is what all ranks together hold the latency to be: some may have seen it rise before this one.
         """
@@ -168,7 +168,7 @@ class Monitor:
         self._note_round_trips(reading, now, agreed_alpha)
         self._note_rate(reading.stretches, now)
         alpha, beta = self.alpha_now(), self.beta_now()
-        has_moved = any(map(_are_apart, before, (alpha, beta)))
+        has_moved, changes = any(map(_are_apart, before, (alpha, beta))), list[Change]()
         self._restless = max(0, self._restless - 1)
         if has_moved or self._risen:
             self.be_restless()
@@ -176,9 +176,10 @@ class Monitor:
             (self._watches[0], alpha, any(trips[-1].step == self._step for trips in self._known_trips())),
             (self._watches[1], beta, self.beta_is_new),
         ):
-            if value is not None and is_new:
-                change = watch.look(_Sample(self._step, now, value))
-                self.changes.extend([change] if change else [])
+            if value is not None and is_new and (change := watch.look(_Sample(self._step, now, value))):
+                changes.append(change)
+        self.changes.extend(changes)
+        return changes
 
     def alpha_now(self) -> float | None:
         """The latency as one number: of the median peer. None if nothing is known."""

@@ -36,6 +36,7 @@ from thinwire.types import Network, Plan, Told
 Floats = NDArray[np.float64]
 
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
+SOONER = 0.5  # of one that is far below it: many things make a step longer than it is, and few make it shorter
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
 NOTICEABLE = 0.15  # of what it takes: an exchange that takes so much less than it did was not just lucky
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
@@ -93,10 +94,11 @@ class Running:
     def after(self, sample: float, scale: float = 0.0) -> Running:
         """One sample later. What counts as far off is so by the value, or by a larger scale that it is part of."""
         weight = max(NEWEST, 1 / (self.samples + 1))
-        change = sample - self.value
-        if self.samples >= 3:
-            room = JUMP * max(abs(self.value), scale) + 1e-4
-            change = min(room, max(-room, change))
+        change, room = sample - self.value, JUMP * max(abs(self.value), scale) + 1e-4
+        if change < -room:
+            weight = max(weight, SOONER)
+        elif self.samples >= 3:
+            change = min(room, change)
         return Running(rounded(self.value + weight * change), self.samples + 1)
 
 
@@ -106,9 +108,8 @@ def _after(running: Running | None, sample: float, scale: float = 0.0) -> Runnin
     return Running(rounded(sample)) if running is None else running.after(sample, scale)
 
 
-def _has_moved(before: float | None, after: float | None, share: float) -> bool:
-    """By more than this share of the lesser one."""
-    return before is not None and after is not None and abs(after - before) > share * min(before, after)
+def _has_moved(before: float | None, after: float | None) -> bool:
+    return before is not None and after is not None and abs(after - before) > MOVING * before
 
 
 class Beyond(NamedTuple):
@@ -185,13 +186,11 @@ class View:
             times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
             view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
         hope = view.hope
-        if _has_moved(self.alpha, alpha, ANOTHER - 1) or _has_moved(self.beta, beta, ANOTHER - 1):
-            hope = Hope()
-        elif told.beta_known > 0:
+        if told.beta_known > 0:
             hope = hope.after_a_look()
         elif seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
             hope = hope.after_nothing()
-        moving = _has_moved(self.alpha, alpha, MOVING) or _has_moved(self.beta, beta, MOVING)
+        moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
         return replace(view, hope=hope, settling=self.settling + 1 if moving else 0)
 
     def _with_gain(self, seen: Seen) -> View:
@@ -206,11 +205,11 @@ class View:
     def _with_times(
         self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
     ) -> View:
-        way, network = way_of(plan), self.assumed
+        way, network, measured = way_of(plan), self.assumed, self.network
         factors, extras, held_back, hope = dict(self.compress), dict(self.extra), self.held_back, self.hope
-        learned_on = self.learned_on or network
-        if learned_on is not None and network is not None and not _are_near(learned_on, network, ANOTHER):
-            learned_on = network
+        learned_on = self.learned_on or measured
+        if learned_on is not None and measured is not None and not _are_near(learned_on, measured, ANOTHER):
+            learned_on, hope = measured, Hope()
             extras = {name: running for name, running in extras.items() if name == str(way)}
             if rate_is_new:  # and not guessed from what is to be learned anew
                 extras = {name: Running(running.value) for name, running in extras.items()}

@@ -189,7 +189,7 @@ class Pilot:
 
     def tell_by_torch(self, step: int, device: torch.device) -> None:
         """Tell beside an exchange that carries no numbers, from the gradient's device, without waiting for it."""
-        self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha)
+        self._note_network()
         self._digest_histogram()
         told = self.tell(step, Told(energy=self._energy, energy_sent=self._energy))
         numbers = torch.tensor(told, dtype=torch.float32, device=device)
@@ -249,8 +249,15 @@ class Pilot:
         """Note what the link has noticed, and use the quiet after an exchange to ask for more."""
         if self._measuring.allows(AHEAD if self._surprised or self.monitor.is_in_doubt else 0.0):
             with self._measuring:
-                self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha)
+                self._note_network()
                 self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
+
+    def _note_network(self) -> None:
+        """Let the monitor know what the link has noticed, and record what that says has changed, and when."""
+        for change in self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha):
+            if self.records is not None:
+                ago = self.link.now() - change.time
+                self.records.write("change", what=change.what, before=change.before, after=change.after, ago=ago)
 
     def _decide(self, step: int) -> None:
         if self.controller is None:
@@ -338,6 +345,10 @@ class Pilot:
             "energy": self._energy,
             "kept": self._kept,
         }
+
+    def agreed(self) -> dict[str, Any]:
+        """What of the state is the same on all ranks."""
+        return {"view": self.view.to_json(), "standing": self.standing.to_json(), "turn": self._turn}
 
     def resume(self, course: Course) -> None:
         """Go on from a state. What the link notices from now on is new: the network may be another."""
