@@ -314,8 +314,9 @@ def _given(context: typer.Context) -> dict[str, Any]:
 
 def _job(config: Path | None, given: dict[str, Any]) -> Job:
     from thinwire.jobs.job import Job
+    from thinwire.jobs.settings import Settings
 
-    return Job(**given) if config is None else Job.from_toml(config, **given)
+    return Job(**given) if config is None else Settings.read(config).job(**given)
 
 
 def _join(job: Job, folder: Path | None) -> None:

@@ -17,11 +17,12 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
-from thinwire.jobs.job import RECORDS, Job, Settings, read_job
+from thinwire.jobs.job import RECORDS, Job, read_job
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.outcome import read as read_outcome
 from thinwire.jobs.progress import Tail
 from thinwire.jobs.resuming import newest_step
+from thinwire.jobs.settings import Settings
 from thinwire.jobs.start import conduct, invite
 from thinwire.jobs.team import Interrupts
 from thinwire.jobs.words import in_bytes, title_of

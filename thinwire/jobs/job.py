@@ -7,13 +7,12 @@ import os
 import platform
 import re
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from thinwire.jobs.method import Method, nearest
 
@@ -251,55 +250,6 @@ class Job:
                 raise ValueError(f"{key!r} is no setting of a job.{nearest(key, KEYS)}")
         return Job(**data)
 
-    @staticmethod
-    def from_toml(path: Path | str, **overrides: Any) -> Job:
-        """Read a file whose keys are the names above, at its top level; `overrides` win.
-
-        A key that is unknown, or a value that cannot be, is a ValueError with the file and the line.
-        """
-        return Settings.read(path).job(**overrides)
-
-
-class Settings(NamedTuple):
-    """What a TOML file says, and where it says it."""
-
-    path: Path | str
-    text: str
-    data: dict[str, Any]
-
-    @staticmethod
-    def read(path: Path | str, also: Sequence[str] = ()) -> Settings:
-        """A file with settings of a job at its top level, and maybe some `also`."""
-        text = _text_of(Path(path))
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}:{_line_in(error, text)}: {error}.{_hint(error)}") from error
-        settings = Settings(path, text, data)
-        for key, value in data.items():
-            if wrong := _wrong_with(key, value, (*KEYS, *also)):
-                raise settings.refused(key, wrong)
-        return settings
-
-    def job(self, **overrides: Any) -> Job:
-        """The job that it describes; `overrides` win."""
-        own = {key: value for key, value in self.data.items() if key in KEYS and key not in overrides}
-        try:
-            job = Job(**own, **overrides)
-        except ValueError as error:
-            key = str(error).split()[0]
-            raise self.refused(key, error) if key in own else error from error
-        if "network" in own:
-            try:
-                job.schedule()
-            except ValueError as error:
-                raise self.refused("network", error) from error
-        return job
-
-    def refused(self, key: str, why: object) -> ValueError:
-        """What is wrong with a key, and its line."""
-        return ValueError(f"{self.path}:{_line_of(key, self.text)}: {why}")
-
 
 KEYS = tuple(field.name for field in fields(Job))
 _KINDS = {NoneType: "nothing", str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -327,42 +277,6 @@ _HINTS = get_type_hints(Job)
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8.") from error
-
-
-def _wrong_with(key: str, value: Any, known: Sequence[str]) -> str:
-    """What is wrong with a key of a file, whatever its value; nothing if nothing is."""
-    is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, dict) for part in value))
-    if key in known:
-        return f"{key} must be no table: all keys are at the top level." if is_table else ""
-    if is_table:
-        return f"{key!r} is no setting of a job, which has no tables: leave [{key}] out, all keys are at the top level."
-    return f"{key!r} is no setting of a job.{nearest(key, known)}"
-
-
-def _line_in(error: tomllib.TOMLDecodeError, text: str) -> int:
-    """tomllib says it in words, or that it is at the end."""
-    found = re.search(r"\(at line (\d+),", str(error))
-    return int(found[1]) if found else max(1, len(text.splitlines()))
-
-
-def _hint(error: tomllib.TOMLDecodeError) -> str:
-    hints = {"Invalid value": ' Text is in "quotes".', "Cannot overwrite": " It was set above already."}
-    return next((hint for start, hint in hints.items() if str(error).startswith(start)), "")
-
-
-def _line_of(key: str, text: str) -> int:
-    """tomllib keeps no lines, so they are looked for in the text."""
-    pattern = re.compile(rf"\s*(\[+\s*)?[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
-    return next((number for number, line in enumerate(text.splitlines(), 1) if pattern.match(line)), 1)
 
 
 # --- a run's folder
