@@ -80,6 +80,9 @@ def test_what_is_compared_can_stand_in_a_file_and_options_win(tmp_path: Path) ->
     [
         ('seed = 1\nmethod = "ddp"\n', "2: method has no effect in a comparison: name several as methods."),
         ("methods = 3\n", '1: methods must be texts, like ["ddp", "adaptive"], got 3.'),
+        ('\nmethods = "ddp,adaptve"\n', "2: there is no method 'adaptve'. Did you mean 'adaptive'?"),
+        ('\nmethods = ["ddp", "ddp"]\n', "2: ddp is among the methods twice."),
+        ('\nmethods = "ddp,"\n', "2: methods have an empty place"),
         ("\nseeds = 0\n", "2: seeds must be 1 or more, got 0."),
         ("seeds = true\n", "1: seeds must be 1 or more, got True."),
         ('metods = "ddp"\n', "1: 'metods' is no setting of a job. Did you mean 'methods'?"),

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
-from thinwire.jobs.job import RECORDS, Job, read_job
+from thinwire.jobs.job import RECORDS, Job, Mistake, read_job
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.outcome import read as read_outcome
 from thinwire.jobs.progress import Tail
@@ -128,6 +128,11 @@ def asked(
     named = named.split(",") if isinstance(named, str) else named
     if not isinstance(named, list) or not all(isinstance(method, str) for method in named):
         raise settings.refused("methods", f'methods must be texts, like ["ddp", "adaptive"], got {named!r}.')
+    if methods is None:
+        try:
+            jobs_of(job, named, 1)
+        except Mistake as error:
+            raise settings.refused("methods", error) from error
     number = said.get("seeds", 1) if seeds is None else seeds
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         wrong = f"seeds must be 1 or more, got {number!r}."
@@ -138,10 +143,10 @@ def asked(
 def jobs_of(job: Job, methods: Sequence[str], seeds: int) -> list[Job]:
     """A job for every method and seed. Each is a folder within the comparison's."""
     if not all(methods):
-        raise ValueError("--methods has an empty place: write them with commas between, as in ddp,adaptive.")
+        raise Mistake("methods", "methods have an empty place: write them with commas between, as in ddp,adaptive.")
     twice = [method for number, method in enumerate(methods) if method in methods[:number]]
     if twice:
-        raise ValueError(f"{twice[0]} is among the methods twice.")
+        raise Mistake("methods", f"{twice[0]} is among the methods twice.")
     return [
         replace(job, method=method, seed=job.seed + seed, name=_name(method, job.seed + seed, seeds))
         for seed in range(seeds)

@@ -7,7 +7,8 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,6 +41,23 @@ LINKS = ("auto", "lab", "loopback", "shaped")
 OBJECTIVES = ("goodput", "seconds", "knee")
 DEFAULT_EPOCHS = 5
 MOST_HOSTS = 200
+
+
+class Mistake(ValueError):
+    """A setting that cannot be: `key` is its name."""
+
+    def __init__(self, key: str, why: object) -> None:
+        super().__init__(str(why))
+        self.key = key
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """What is found wrong within is a mistake in this setting."""
+    try:
+        yield
+    except ValueError as error:
+        raise Mistake(key, error) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,62 +134,66 @@ class Job:
         self._check_numbers()
         for name, known in (("link", LINKS), ("objective", OBJECTIVES)):
             if (word := getattr(self, name)) not in known:
-                raise ValueError(f"{name} {word!r} is unknown.{nearest(word, known)}")
+                raise Mistake(name, f"{name} {word!r} is unknown.{nearest(word, known)}")
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.optimizer!r} is unknown.{nearest(self.optimizer, OPTIMIZERS)}")
+            raise Mistake("optimizer", f"optimizer {self.optimizer!r} is unknown.{nearest(self.optimizer, OPTIMIZERS)}")
         low, high = self.ratios
         if not 0 < low <= high <= 1:
-            raise ValueError(f"ratios must be two numbers with 0 < low <= high <= 1, got {low:g} and {high:g}.")
+            raise Mistake("ratios", f"ratios must be two numbers with 0 < low <= high <= 1, got {low:g} and {high:g}.")
         if self.name is not None and (self.name in ("", ".", "..") or re.search(r"[/\\\0]", self.name)):
-            raise ValueError(f"name must be the name of one folder, got {self.name!r}.")
-        Method.parse(self.method)
+            raise Mistake("name", f"name must be the name of one folder, got {self.name!r}.")
+        with blaming("method"):
+            Method.parse(self.method)
         self.concentration  # noqa: B018 (raises if it cannot be read)
 
     def _check_task(self) -> None:
         if self.own:
             module, _, function = self.task.partition(":")
             if not all(part.isidentifier() for part in (*module.split("."), function)):
-                raise ValueError(f"task {self.task!r} is no module:function, as in my_module:make.")
+                raise Mistake("task", f"task {self.task!r} is no module:function, as in my_module:make.")
             for name in ("model", "batch", "partition", "text", "folder_of_data"):
                 if (value := getattr(self, name)) != getattr(Job, name):
-                    raise ValueError(f"{name} {value!r} has no effect: {self.task} brings its own.")
+                    raise Mistake(name, f"{name} {value!r} has no effect: {self.task} brings its own.")
             return
         if self.task not in DEFAULT_MODELS:
             own = "Your own is written my_module:make."
-            raise ValueError(f"task {self.task!r} is unknown.{nearest(self.task, tuple(DEFAULT_MODELS))} {own}")
+            raise Mistake("task", f"task {self.task!r} is unknown.{nearest(self.task, tuple(DEFAULT_MODELS))} {own}")
         if self.model is not None and self.model not in MODELS[self.task]:
-            raise ValueError(f"model {self.model!r} is not for {self.task}.{nearest(self.model, MODELS[self.task])}")
+            raise Mistake(
+                "model", f"model {self.model!r} is not for {self.task}.{nearest(self.model, MODELS[self.task])}"
+            )
         if self.text is not None and self.task != "chars":
-            raise ValueError(f"text is read by the task chars only, and this is {self.task}.")
+            raise Mistake("text", f"text is read by the task chars only, and this is {self.task}.")
         if self.folder_of_data is not None and self.task != "fashion-mnist":
-            raise ValueError(f"folder_of_data is read by the task fashion-mnist only, and this is {self.task}.")
+            raise Mistake(
+                "folder_of_data", f"folder_of_data is read by the task fashion-mnist only, and this is {self.task}."
+            )
 
     def _check_numbers(self) -> None:
         if not 1 <= self.hosts <= MOST_HOSTS:
-            raise ValueError(f"hosts must be from 1 to {MOST_HOSTS}, got {self.hosts}.")
+            raise Mistake("hosts", f"hosts must be from 1 to {MOST_HOSTS}, got {self.hosts}.")
         for name in ("batch", "keep", "epochs", "steps"):
             number = getattr(self, name)
             if number is not None and number < 1:
-                raise ValueError(f"{name} must be 1 or more, got {number}.")
+                raise Mistake(name, f"{name} must be 1 or more, got {number}.")
         for name in ("scale", "speed", "seconds", "lr", "evaluate_every", "timeout"):
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
-                raise ValueError(f"{name} must be a number above 0, got {number:g}.")
+                raise Mistake(name, f"{name} must be a number above 0, got {number:g}.")
         for name in ("scale", "speed"):
             if getattr(self, name) != 1 and self.network is None:
-                raise ValueError(
-                    f"{name} {getattr(self, name):g} has no effect: it changes a network, and none is named."
-                )
+                wrong = f"{name} {getattr(self, name):g} has no effect: it changes a network, and none is named."
+                raise Mistake(name, wrong)
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum:g}.")
+            raise Mistake("momentum", f"momentum must be in [0, 1), got {self.momentum:g}.")
         if self.target is not None and not 0 < self.target <= 1:
-            raise ValueError(f"target is an accuracy in (0, 1], got {self.target:g}.")
+            raise Mistake("target", f"target is an accuracy in (0, 1], got {self.target:g}.")
         if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every must be 0 or more, got {self.checkpoint_every}.")
+            raise Mistake("checkpoint_every", f"checkpoint_every must be 0 or more, got {self.checkpoint_every}.")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {self.seed}.")
+            raise Mistake("seed", f"seed must be from 0 to 2^32 - 1, got {self.seed}.")
         if self.port is not None and not 1 <= self.port <= 65535:
-            raise ValueError(f"port must be from 1 to 65535, got {self.port}.")
+            raise Mistake("port", f"port must be from 1 to 65535, got {self.port}.")
 
     # --- what follows from the settings
 
@@ -214,9 +236,8 @@ class Job:
         except ValueError:
             concentration = 0.0
         if name != "dirichlet" or not 0 < concentration < float("inf"):
-            raise ValueError(
-                f"partition must be iid, or like dirichlet:0.5 with a number above 0, got {self.partition!r}."
-            )
+            wrong = f"partition must be iid, or like dirichlet:0.5 with a number above 0, got {self.partition!r}."
+            raise Mistake("partition", wrong)
         return concentration
 
     @property
@@ -224,18 +245,21 @@ class Job:
         return self.network is not None or self.latency is not None or self.rate is not None
 
     def schedule(self) -> Schedule:
-        """The network over time, as the lab and the shaped link take it. Raises ValueError if there is none such."""
+        """The network over time, as the lab and the shaped link take it. Raises Mistake if there is none such."""
         from thinwire.lab import profiles
+        from thinwire.lab.network import Value
         from thinwire.lab.settings import read_values
 
-        known = profiles.names()
-        if self.network is not None and self.network not in known and not self.network.endswith((".toml", ".csv")):
-            raise ValueError(
-                f"there is no network {self.network!r}.{nearest(self.network, known)} A file ends in .toml or .csv."
-            )
-        pinned = {"latency": self.latency, "rate": self.rate}
-        values = read_values({key: word for key, word in pinned.items() if word is not None})
-        schedule = profiles.schedule(self.network, self.hosts, seed=None)
+        known, values = profiles.names(), dict[str, Value]()
+        for key in ("latency", "rate"):
+            if (word := getattr(self, key)) is not None:
+                with blaming(key):
+                    values |= read_values({key: word})
+        with blaming("network"):
+            if self.network is not None and self.network not in known and not self.network.endswith((".toml", ".csv")):
+                near = nearest(self.network, known)
+                raise ValueError(f"there is no network {self.network!r}.{near} A file ends in .toml or .csv.")
+            schedule = profiles.schedule(self.network, self.hosts, seed=None)
         return schedule.scaled(self.scale).faster(self.speed).pinned(values)
 
     # --- in and out
@@ -261,14 +285,14 @@ def _typed(name: str, value: Any) -> Any:
     if name == "ratios":
         pair = list(value) if isinstance(value, (list, tuple)) else []
         if len(pair) != 2 or not all(_is_number(number) for number in pair):
-            raise ValueError(f"ratios must be two numbers, like [0.001, 0.1], got {value!r}.")
+            raise Mistake("ratios", f"ratios must be two numbers, like [0.001, 0.1], got {value!r}.")
         return float(pair[0]), float(pair[1])
     allowed = get_args(hint) or (hint,)
     if float in allowed and _is_number(value):
         return float(value)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         wanted = " or ".join(_KINDS[kind] for kind in allowed if kind is not NoneType)
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+        raise Mistake(name, f"{name} must be {wanted}, got {value!r}.")
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.jobs.job import KEYS, Job
+from thinwire.jobs.job import KEYS, Job, Mistake
 from thinwire.jobs.method import nearest
 
 
@@ -38,14 +38,12 @@ class Settings(NamedTuple):
         own = {key: value for key, value in self.data.items() if key in KEYS and key not in overrides}
         try:
             job = Job(**own, **overrides)
-        except ValueError as error:
-            key = str(error).split()[0]
-            raise self.refused(key, error) if key in own else error from error
-        if "network" in own:
-            try:
+            if job.names_a_network:
                 job.schedule()
-            except ValueError as error:
-                raise self.refused("network", error) from error
+        except Mistake as error:
+            if error.key not in own:  # it is in an option
+                raise
+            raise self.refused(error.key, error) from error
         return job
 
     def refused(self, key: str, why: object) -> ValueError:
