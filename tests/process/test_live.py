@@ -162,6 +162,14 @@ def test_a_resume_that_came_to_nothing_takes_no_time_back() -> None:
     assert progress.seconds == known > 0
 
 
+def test_a_perplexity_is_a_target_that_is_reached_from_above() -> None:
+    progress = Progress(Job(task="chars", target=8))
+    for seconds, perplexity in ((1.0, 9.0), (2.0, 8.0), (3.0, 7.5)):
+        found = {"accuracy": None, "perplexity": perplexity, "trained_seconds": seconds}
+        progress.take({"kind": "evaluated", "time": seconds, "step": 0, **found})
+    assert progress.reached == 2.0 and "perplexity 7.5, 8 reached after 2.0 s" in line_of(progress)
+
+
 def test_words_that_look_like_markup_are_shown_as_they_are() -> None:
     progress = Progress(JOB)
     progress.take(a_decision(0, "[red]so it was[/red] [link=x]"))

@@ -1,15 +1,30 @@
-"""What is said under the table of a comparison."""
+"""What is compared, what is written down of it, and what is said under the table."""
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from thinwire.jobs.compare import EVALUATE_EVERY, Comparison, Row, Run, asked, least_of, speed_up_in_words
+from thinwire.jobs.compare import (
+    EVALUATE_EVERY,
+    Comparison,
+    Row,
+    Run,
+    asked,
+    compare,
+    jobs_of,
+    least_of,
+    speed_up_in_words,
+)
 from thinwire.jobs.job import Job
 from thinwire.jobs.outcome import Outcome
+from thinwire.jobs.team import Interrupts
 
 
 def row(method: str, seconds: float | None, speed_up: float | None, message: str = "") -> Row:
@@ -44,7 +59,8 @@ def test_a_method_that_failed_or_never_came_there_is_not_named() -> None:
 
 
 def test_where_nobody_came_there_is_no_speed_up() -> None:
-    assert words(row("ddp", 10.0, 1.0), row("b", None, None)).startswith("There is no speed-up to tell of")
+    told = words(row("ddp", 10.0, 1.0), row("b", None, None))
+    assert told == "There is no speed-up to tell of: 90.0% accuracy was not reached."
 
 
 def test_it_is_said_why_there_is_no_speed_up() -> None:
@@ -109,3 +125,54 @@ def test_a_target_that_nobody_named_is_said_to_be_that_of_the_method_that_learne
     told = words(row("ddp", 10.0, 1.0), row("b", 5.0, 2.0), set_by="dcd@int2:ring").splitlines()
     assert told[1].startswith("That is the best that dcd@int2:ring came to") and told[1].endswith("by --target.")
     assert len(words(row("ddp", 10.0, 1.0), row("b", 5.0, 2.0)).splitlines()) == 1
+
+
+# --- what is written down
+
+
+def compared(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, job: Job, found: Mapping[str, Sequence[dict[str, float]]]
+) -> tuple[Comparison, dict[str, object]]:
+    """A comparison whose runs are made up: what each of their evaluations, a second apart, has found."""
+
+    def conduct(job: Job, folder: Path, *_: object) -> Outcome:
+        evaluated = [{"kind": "evaluated", "time": float(t), **seen} for t, seen in enumerate(found[job.method], 1)]
+        (folder / "records.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in evaluated))
+        return Outcome(how="done")
+
+    monkeypatch.setattr("thinwire.jobs.compare.conduct", conduct)
+    with Interrupts() as interrupts:
+        made = compare(job, jobs_of(job, list(found), 1), folder, [], Console(file=io.StringIO()), interrupts)
+    return made, json.loads((folder / "compare.json").read_text())
+
+
+PERPLEXITIES = {"ddp": [{"perplexity": 20.0}, {"perplexity": 9.0}], "adaptive": [{"perplexity": 8.5}]}
+ACCURACIES = {"ddp": [{"accuracy": 0.5}, {"accuracy": 0.9}], "adaptive": [{"accuracy": 0.95}]}
+
+
+@pytest.mark.parametrize(
+    ("job", "found", "told"),
+    [
+        (Job(), ACCURACIES, ("accuracy", 0.9, False)),
+        (Job(target=0.4), ACCURACIES, ("accuracy", 0.4, True)),
+        (Job(task="chars"), PERPLEXITIES, ("perplexity", 9.0, False)),
+        (Job(task="chars", target=12), PERPLEXITIES, ("perplexity", 12.0, True)),
+        (Job(), {"ddp": [{}], "adaptive": [{}]}, (None, None, False)),
+    ],
+)
+def test_a_target_is_told_as_a_person_says_it_and_whether_somebody_named_it(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    job: Job,
+    found: Mapping[str, Sequence[dict[str, float]]],
+    told: tuple[object, ...],
+) -> None:
+    made, written = compared(monkeypatch, tmp_path, job, found)
+    for figures in (made.to_json(), written):
+        assert (figures["quality"], figures["target"], figures["chosen"]) == told
+
+
+def test_a_perplexity_is_reached_from_above(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made, _ = compared(monkeypatch, tmp_path, Job(task="chars", target=12), PERPLEXITIES)
+    assert [row.seconds for row in made.rows] == [2.0, 1.0]
+    assert speed_up_in_words(made) == "adaptive came to perplexity 12 in 1.0 s, 2.0 times as fast as ddp."

@@ -71,6 +71,7 @@ def test_a_model_brings_what_it_learns_with(settings: dict[str, Any], optimizer:
         ({"speed": 2, "rate": "1mbit"}, "speed 2 has no effect"),
         ({"momentum": 1.0}, "momentum must be in [0, 1)"),
         ({"target": 90}, "target is an accuracy in (0, 1]"),
+        ({"task": "chars", "target": 0.9}, "target is a perplexity above 1, as chars has it, got 0.9."),
         ({"seed": -1}, "seed must be"),
         ({"port": 70000}, "port must be from 1 to 65535"),
         ({"checkpoint_every": -1}, "checkpoint_every must be 0 or more"),

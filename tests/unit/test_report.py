@@ -225,6 +225,17 @@ def test_without_a_target_it_is_what_every_run_reached(tmp_path: Path) -> None:
     assert compare.result(loaded).target == min(best)
 
 
+@pytest.mark.parametrize(("chosen", "says"), [(True, False), (False, True), (None, False)])
+def test_it_is_said_whether_a_target_was_set(tmp_path: Path, chosen: bool | None, says: bool) -> None:
+    """A compare that has ended has a target, whoever set it; one that does not say who was given it."""
+    folder = recorded.compare(tmp_path / "demo", ("ddp", "adaptive"), steps=60, target=0.5)
+    path = folder / "compare.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | ({} if chosen is None else {"chosen": chosen})))
+    found = made(folder)
+    assert ("No target was set" in found.words("p")) == says
+    assert "time to 50 %" in found.words("th")
+
+
 # --- citing
 
 

@@ -121,7 +121,10 @@ Epochs = Annotated[
 ]
 Steps = Annotated[int | None, _option(LENGTH, "N", "How many steps. Without any limit it is 5 epochs.")]
 Seconds = Annotated[float | None, _option(LENGTH, "S", "How many seconds of training.")]
-Target = Annotated[float | None, _option(LENGTH, "SHARE", "An accuracy, like 0.9: the time to it is told.")]
+Target = Annotated[
+    float | None,
+    _option(LENGTH, "X", "An accuracy, like 0.9, or for chars a perplexity, like 8: the time to it is told."),
+]
 Batch = Annotated[int | None, _option(LEARNING, "N", "Examples per worker and step.")]
 LearningRate = Annotated[float | None, _option(LEARNING, "X", "The learning rate; else what suits the model.")]
 Momentum = Annotated[float | None, _option(LEARNING, "X", "The momentum of sgd.")]
@@ -263,7 +266,7 @@ def compare(
 ) -> None:
     """Train the same under several methods, one after the other, and tell the time to an accuracy.
 
-    Network, data and seeds are the same for all. Without --target it is the best accuracy that all of them came to.
+    Network, data and seeds are the same for all. Without --target it is the best that all of them came to.
     """
     with _told("compare"):
         from thinwire.jobs.compare import asked

@@ -94,7 +94,7 @@ class Comparison:
     """What came of it.
 
     Attributes:
-        target: the accuracy that the table is about, or a perplexity below zero.
+        target: the score that the table is about: an accuracy, or a perplexity below zero.
         set_by: the method that came to no more than the target, where nobody named one.
     """
 
@@ -109,7 +109,7 @@ class Comparison:
         return {
             "folder": str(self.folder),
             "how": self.outcome.how,
-            "target": self.target,
+            **_told(self.target, chosen=not self.set_by),
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -174,16 +174,16 @@ def compare(
         title = f"{number} of {len(jobs)}: {title_of(each)}"
         ended = _attempt(each, folder / str(each.name), command, console, title, interrupts)
         done.append(read_run(folder, each, ended.message))
-        _write(folder, job.target, done)
+        _write(folder, _told(_goal(job), chosen=True), done)
         if ended.how == "failed":
             outcome = Outcome(how="failed", code=1, message="not every method came to its end.")
         elif ended.how == "interrupted":
             outcome = ended
             break
     least = None if job.target is not None else least_of(done)
-    target = job.target if least is None else least.best
+    target = _goal(job) if least is None else least.best
     rows = tuple(_rows(done, list(dict.fromkeys(each.method for each in jobs)), target))
-    _write(folder, target, done, rows)
+    _write(folder, _told(target, chosen=least is None), done, rows)
     set_by = "" if least is None else least.method
     return Comparison(folder=folder, target=target, set_by=set_by, runs=tuple(done), rows=rows, outcome=outcome)
 
@@ -203,12 +203,28 @@ def _attempt(
     return replace(ended, message=message if ended.how == "failed" else "")
 
 
-def _write(folder: Path, target: float | None, runs: Iterable[Run], rows: Iterable[Row] = ()) -> None:
+def _goal(job: Job) -> float | None:
+    """The job's target as a score."""
+    return -job.target if job.target is not None and job.quality == "perplexity" else job.target
+
+
+def _told(target: float | None, chosen: bool) -> dict[str, Any]:
+    """A target for others: what it is, its value as a person says it, and whether somebody named it.
+
+    >>> _told(-12.5, chosen=False)
+    {'quality': 'perplexity', 'target': 12.5, 'chosen': False}
+    """
+    if target is None:
+        return {"quality": None, "target": None, "chosen": False}
+    return {"quality": "accuracy" if target >= 0 else "perplexity", "target": abs(target), "chosen": chosen}
+
+
+def _write(folder: Path, target: dict[str, Any], runs: Iterable[Run], rows: Iterable[Row] = ()) -> None:
     """Whole or not at all: what was there before is kept until the new one is."""
     known = ("method", "folder", "seed", "message")
     content = {
         "format": FORMAT,
-        "target": None if target is None else abs(target),
+        **target,
         "runs": [{key: getattr(run, key) for key in known} for run in runs],
         "rows": [asdict(row) for row in rows],
     }
@@ -344,7 +360,7 @@ def speed_up_in_words(comparison: Comparison) -> str:
     if comparison.target is None or all(row.score is None for row in comparison.rows):
         return "There is no speed-up to tell of: nothing was found that tells how well they learned."
     if not rivals:
-        return "There is no speed-up to tell of: the accuracy was not reached."
+        return f"There is no speed-up to tell of: {_quality(comparison.target)} was not reached."
     best = max(rivals, key=lambda row: row.speed_up or 0.0)
     more = "more than " if best.at_least else ""
     came = f"{best.method} came to {_quality(comparison.target)} in {best.seconds:.1f} s"

@@ -82,7 +82,7 @@ class Job:
         momentum: of sgd.
         partition: how examples are spread over workers: iid, or dirichlet:CONCENTRATION by label.
         seed: of everything random.
-        target: an accuracy in (0, 1], the time to which is reported.
+        target: an accuracy in (0, 1], or for chars a perplexity above 1, the time to which is reported.
         evaluate_every: seconds of training between two looks at the test set.
         checkpoint_every: steps between two checkpoints; 0 for none but at the end.
         keep: how many checkpoints stay.
@@ -186,8 +186,10 @@ class Job:
                 raise Mistake(name, wrong)
         if not 0 <= self.momentum < 1:
             raise Mistake("momentum", f"momentum must be in [0, 1), got {self.momentum:g}.")
-        if self.target is not None and not 0 < self.target <= 1:
+        if self.target is not None and self.quality == "accuracy" and not 0 < self.target <= 1:
             raise Mistake("target", f"target is an accuracy in (0, 1], got {self.target:g}.")
+        if self.target is not None and self.quality == "perplexity" and not 1 < self.target < float("inf"):
+            raise Mistake("target", f"target is a perplexity above 1, as {self.task} has it, got {self.target:g}.")
         if self.checkpoint_every < 0:
             raise Mistake("checkpoint_every", f"checkpoint_every must be 0 or more, got {self.checkpoint_every}.")
         if not 0 <= self.seed < 2**32:
@@ -201,6 +203,11 @@ class Job:
     def own(self) -> bool:
         """Whether model and data are the user's."""
         return ":" in self.task
+
+    @property
+    def quality(self) -> str:
+        """What tells how well it has learned: accuracy, of which more is better, or perplexity, of which less is."""
+        return "perplexity" if self.task == "chars" else "accuracy"
 
     @property
     def chosen_model(self) -> str | None:

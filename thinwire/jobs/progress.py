@@ -185,9 +185,15 @@ class Progress:
         self._began = record["time"] - self.trained  # evaluating is no training
         self._take_total(record)
         self._control.take(record.get("control_seconds") or 0.0, self.trained)
-        target = self.job.target
-        if self.reached is None and target is not None and (self.accuracy or 0.0) >= target:
+        if self.reached is None and self._is_at_target:
             self.reached = self.trained
+
+    @property
+    def _is_at_target(self) -> bool:
+        target, found = self.job.target, getattr(self, self.job.quality)
+        if target is None or found is None:
+            return False
+        return bool(found <= target if self.job.quality == "perplexity" else found >= target)
 
     def _take_total(self, record: Mapping[str, Any]) -> None:
         """What the worker has counted: more than its records, where they break off; less, where steps were lost."""
@@ -292,8 +298,12 @@ def quality(progress: Progress) -> str:
     if parts and progress.evaluated not in (None, progress.step):
         parts[0] += f" at step {progress.evaluated}"
     if progress.reached is not None:
-        parts.append(f"{progress.job.target:.0%} reached after {progress.reached:.1f} s")
+        parts.append(f"{_target(progress.job)} reached after {progress.reached:.1f} s")
     return ", ".join(parts)
+
+
+def _target(job: Job) -> str:
+    return f"{job.target:.3g}" if job.quality == "perplexity" else f"{job.target:.0%}"
 
 
 def sent(progress: Progress) -> str:

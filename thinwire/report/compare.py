@@ -48,7 +48,7 @@ class Result:
 
     Attributes:
         target: what the time is measured to, NaN if there is nothing to measure it by.
-        chosen: whether the compare set it; otherwise it is the best that every run reached.
+        chosen: whether somebody named it; otherwise it is the best that every run reached.
         baseline: the first method, which the others are compared with.
     """
 
@@ -90,7 +90,7 @@ def result(comparison: Comparison) -> Result:
         )
         for method, runs in by_method.items()
     ]
-    return Result(quality=quality, target=target, chosen=comparison.target is not None, baseline=baseline, rows=rows)
+    return Result(quality=quality, target=target, chosen=comparison.chosen, baseline=baseline, rows=rows)
 
 
 def reached(run: Run, target: float) -> float:

@@ -50,8 +50,10 @@ def _comparison(folder: Path) -> Comparison:
         reasons = " ".join(notes) or "there are none."
         raise ReportError(f"none of the runs that {folder / COMPARE} lists can be read: {reasons}")
     target = number(written.get("target"))
+    chosen = target is not None and written.get("chosen") is not False
     notes += [f"{run.method or run.name}: {note}" for run in runs for note in run.notes]
-    return Comparison(folder=folder, name=text(folder.resolve().name), target=target, runs=runs, notes=notes)
+    name = text(folder.resolve().name)
+    return Comparison(folder=folder, name=name, target=target, chosen=chosen, runs=runs, notes=notes)
 
 
 def _compared(folder: Path, entry: Mapping[str, Any], notes: list[str]) -> Run | None:

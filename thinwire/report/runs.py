@@ -209,10 +209,17 @@ class Run:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """The same training under several methods. `notes` are of the whole, and then of each run."""
+    """The same training under several methods.
+
+    Attributes:
+        target: what the time is measured to, where the compare says so.
+        chosen: whether somebody named it; otherwise it is what every run reached.
+        notes: of the whole, and then of each run.
+    """
 
     folder: Path
     name: str
     target: float | None
+    chosen: bool
     runs: list[Run]
     notes: list[str]
