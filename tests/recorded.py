@@ -173,8 +173,8 @@ class _Writer:
             "exchange": self.rename(exchange),
             "collective": self.rename(collective),
             "ratio": self.rename(ratio) if isinstance(ratio, str) else ratio,
-            "broadcast": "tree",
-            "values": "float32",
+            "broadcast": self.rename("tree"),
+            "values": self.rename("float32"),
         }
 
     def fixed(self) -> dict[str, Any]:

@@ -99,6 +99,34 @@ def test_a_decision_shows_its_candidates_its_front_and_its_reason(tmp_path: Path
             assert twin or (i in shown["front"]) != beaten
 
 
+@pytest.mark.parametrize(("field", "word"), [("broadcast", "scatter"), ("values", "float16")])
+def test_plans_that_differ_in_one_word_have_two_names_and_going_from_one_to_the_other_is_a_change(
+    tmp_path: Path, field: str, word: str
+) -> None:
+    folder = recorded.run(tmp_path / "run", method="star-topk@0.01:ring", steps=60)
+
+    def changed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        steps = [line for line in lines if line["kind"] == "step"]
+        before = steps[0]["plan"]
+        plan = before | {field: word}
+        for line in steps[30:]:
+            line["plan"] = plan
+        prices = {"seconds": 0.1, "gain": 0.5, "cost": 0.2}
+        candidates = [{"plan": plan} | prices, {"plan": before} | prices]
+        seen = {"trigger": "so", "alpha": 0.01, "beta": 1e-6, "seconds": 0.1, "candidates": candidates}
+        decision = {"kind": "decision", "time": steps[29]["time"], "step": 30, "plan": plan, "before": before, **seen}
+        return [*lines[: lines.index(steps[30])], decision, *lines[lines.index(steps[30]) :]]
+
+    rewrite(folder / "records.jsonl", changed)
+    specs = made(folder).specs
+    [front] = [spec for spec in specs if spec["kind"] == "front"]
+    assert front["names"] == [f"star-topk over ring, {word} {field} at 0.01", "star-topk over ring at 0.01"]
+    assert front["decisions"][0]["changed"] and front["decisions"][0]["chosen"] == 0
+    assert f"{word} {field} at 0.01 instead of star-topk over ring at 0.01" in front["decisions"][0]["what"]
+    lanes = [pane for spec in specs for pane in spec.get("panes", []) if pane["kind"] == "lane"]
+    assert [len(lane["which"]) for lane in lanes if any(word in name for name in lane["names"])] == [2]
+
+
 def test_evaluating_is_not_training_time(tmp_path: Path) -> None:
     run = folders.read_run(recorded.run(tmp_path / "run", steps=200))
     last = run.evaluations[-1]

@@ -6,7 +6,7 @@ import numpy as np
 
 from thinwire.report.charts import Axis, Chart, Lane, Pane, Series, held, panes, summarised, time_axis
 from thinwire.report.palette import BLUE, GREY, VIOLET, colours
-from thinwire.report.runs import Floats, Run
+from thinwire.report.runs import USUAL_VALUES, Floats, Run
 from thinwire.report.words import MEGABITS, MILLISECONDS, PERCENT
 
 MOST_STRETCHES = 600
@@ -78,7 +78,9 @@ def _lanes(run: Run) -> list[Pane | Lane]:
         return []
     lanes = [_lane(run, "exchange", [plan.exchange for plan in run.plans])]
     if any(plan.collective for plan in run.plans):
-        lanes.append(_lane(run, "collective", [plan.collective or "none" for plan in run.plans]))
+        lanes.append(_lane(run, "collective", [plan.way or "none" for plan in run.plans]))
+    if any(plan.values != USUAL_VALUES for plan in run.plans):
+        lanes.append(_lane(run, "values", [plan.values for plan in run.plans]))
     if any(isinstance(plan.ratio, str) for plan in run.plans):
         lanes.append(_lane(run, "compressor", [str(plan.ratio or "none") for plan in run.plans]))
     return [*lanes]

@@ -19,6 +19,8 @@ from thinwire.report.reading import LONGEST_TEXT, number, text
 Floats = NDArray[np.float64]
 Columns = tuple[Floats, ...]
 
+USUAL_BROADCAST, USUAL_VALUES = "tree", "float32"  # which a name leaves out, as everywhere
+
 OF_STEP = (
     "time",
     "step",
@@ -40,25 +42,45 @@ def columns(rows: Iterable[tuple[float, ...]], width: int) -> Columns:
 
 
 class PlanName(NamedTuple):
-    """A plan as it was recorded. The `ratio` of a gossip method is the word for its compressor."""
+    """A plan as it was recorded. The `ratio` of a gossip method is the word for its compressor.
+
+    >>> str(PlanName("star-topk", "ring", 0.1, broadcast="scatter", values="float16"))
+    'star-topk over ring, scatter broadcast, float16 values at 0.1'
+    """
 
     exchange: str
     collective: str
     ratio: float | str | None
+    broadcast: str = USUAL_BROADCAST
+    values: str = USUAL_VALUES
 
     @staticmethod
     def read(value: Any, longest: int = LONGEST_TEXT) -> PlanName:
         """As a record has it: an object, or a name alone. Its words are cut to `longest` letters."""
         fields = value if isinstance(value, dict) else {"exchange": value}
-        exchange, collective = (text(fields.get(name), longest) for name in ("exchange", "collective"))
+        exchange, collective, broadcast, values = (
+            text(fields.get(name), longest) for name in ("exchange", "collective", "broadcast", "values")
+        )
         ratio = fields.get("ratio")
-        return PlanName(exchange or "unknown", collective, text(ratio) if isinstance(ratio, str) else number(ratio))
+        return PlanName(
+            exchange or "unknown",
+            collective,
+            text(ratio) if isinstance(ratio, str) else number(ratio),
+            broadcast or USUAL_BROADCAST,
+            values or USUAL_VALUES,
+        )
+
+    @property
+    def way(self) -> str:
+        """The collective, and how indices are broadcast where that is not as usual."""
+        return self.collective + ("" if self.broadcast == USUAL_BROADCAST else f", {self.broadcast} broadcast")
 
     def __str__(self) -> str:
-        over = f" over {self.collective}" if self.collective else ""
+        words = f"{self.exchange} over {self.way}" if self.collective else f"{self.exchange}{self.way}"
+        words += "" if self.values == USUAL_VALUES else f", {self.values} values"
         if self.ratio is None or self.ratio == 1.0:
-            return f"{self.exchange}{over}"
-        return f"{self.exchange}{over} at {self.ratio if isinstance(self.ratio, str) else format(self.ratio, '.3g')}"
+            return words
+        return f"{words} at {self.ratio if isinstance(self.ratio, str) else format(self.ratio, '.3g')}"
 
 
 class Candidate(NamedTuple):

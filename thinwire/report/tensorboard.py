@@ -19,7 +19,7 @@ from thinwire.report.runs import Comparison, PlanName
 from thinwire.report.words import MEGABITS, MILLISECONDS
 
 FOLDER, FILE = "tensorboard", "events.out.tfevents.records"
-MOST_PLANS, LONGEST_NAME = 30, 60  # plans that have a line each, and letters in a word of their names
+MOST_PLANS, LONGEST_NAME = 30, 28  # plans that have a line each, and letters in a word of their names
 MOST_STEPS = 2**62
 
 _NAMES = {
