@@ -7,7 +7,6 @@ batches are all that is needed to go on.
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import random
 import sysconfig
 import zlib
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from thinwire.jobs import fashion
+from thinwire.jobs import digits, fashion
 from thinwire.jobs.own import in_words, maker_of
 
 SPLIT_SEED = 0  # of what is learned and what is tested on: the same in every run, whatever its own seed
@@ -119,10 +118,7 @@ def _digits() -> Data:
 
 def _scikit_learns() -> tuple[NDArray[Any], NDArray[Any]]:
     """Pixels and labels from its file, where that is as we know it: to import it takes a second on every worker."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None:
-        raise ValueError("digits are scikit-learn's: pip install 'thinwire[demo]'.")
-    path = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz"
+    path = digits.find()
     if path.is_file():
         table = np.loadtxt(path, delimiter=",")
         return table[:, :-1], table[:, -1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import random
@@ -49,8 +50,8 @@ class OnLoopback(Ground):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._port = job.port if job.port is not None else _free_port()
-        if not _is_free(self._port):
-            raise ValueError(f"port {self._port} is in use: choose another --port, or none for one that is free.")
+        if wrong := _wrong_with(self._port):
+            raise ValueError(f"port {self._port} {wrong}: choose another --port, or none for one that is free.")
 
     def start(self, rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -140,18 +141,19 @@ def _keep_earlier(path: Path) -> None:
         path.rename(path.with_name(f"{path.stem}.{free}{path.suffix}"))
 
 
-def _is_free(port: int) -> bool:
+def _wrong_with(port: int) -> str:
+    """Why it cannot be had; nothing if it can."""
     try:
         socket.create_server((LOOPBACK, port)).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+    return ""
 
 
 def _free_port() -> int:
     """One that is free now. No outgoing connection can take it before the workers do."""
     for port in random.sample(PORTS, 100):
-        if _is_free(port):
+        if not _wrong_with(port):
             return port
     raise OSError("no port is free on this machine.")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from thinwire.jobs import fashion, outcome
+from thinwire.jobs import digits, fashion, outcome
 from thinwire.jobs.ground import ground_for
 from thinwire.jobs.job import RECORDS, Job, write_job
 from thinwire.jobs.live import say, view_of
@@ -65,6 +65,8 @@ def refuse_early(job: Job) -> None:
     for path in (job.text, job.folder_of_data):
         if path is not None and not Path(path).exists():
             raise ValueError(f"{path} does not exist: {job.task} reads its data from there.")
+    if job.task == "digits":
+        digits.find()
     if job.task == "fashion-mnist":
         fashion.find(job.folder_of_data)
     if job.link == "shaped" and not job.names_a_network:
