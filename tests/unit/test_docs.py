@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from thinwire.cli import app
@@ -29,16 +30,17 @@ class Block(NamedTuple):
 BLOCKS = [Block(page.name, *match.groups()) for page in PAGES for match in FENCE.finditer(page.read_text())]
 
 
+def typed(program: str) -> list[list[str]]:
+    """Every line of a page that begins with this program, in words."""
+    shown = [block.text.replace("\\\n", " ") for block in BLOCKS if block.language in ("", "bash")]
+    lines = [line.removeprefix("$ ") for text in shown for line in text.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
+
+
 def commands() -> list[list[str]]:
-    """Every command of ours that a page shows, in words, without what it runs in turn."""
-    found = []
-    for block in BLOCKS:
-        if block.language in ("", "bash"):
-            for line in block.text.replace("\\\n", " ").splitlines():
-                if line.removeprefix("$ ").startswith("thinwire "):
-                    words = shlex.split(line.removeprefix("$ "), comments=True)
-                    found.append(words[: words.index("--")] if "--" in words else words)
-    return found
+    """Every command of ours that a page shows, alone or by torchrun, without what it runs in turn."""
+    found = [words[words.index("thinwire") :] for words in typed("torchrun") + typed("thinwire") if "thinwire" in words]
+    return [words[: words.index("--")] if "--" in words else words for words in found]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -73,3 +75,13 @@ def test_commands_and_their_options_exist(words: list[str]) -> None:
     known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     assert not getattr(command, "commands", {}), f"{words[1]} is no command"
     assert [word for word in words if word.startswith("--") and word not in known] == []
+
+
+@pytest.mark.parametrize("words", typed("torchrun"), ids=" ".join)
+def test_torchrun_has_the_options_that_it_is_given(words: list[str]) -> None:
+    parser = get_args_parser()
+    taken = parser.parse_args([word for word in words[1:] if word != "..."])
+    if taken.training_script == "thinwire":
+        assert taken.module or taken.no_python, "torchrun looks for a script of this name"
+    else:
+        assert (ROOT / taken.training_script).is_file()
