@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.process.runs import done, is_training, last_json, thinwire, until, workers_of
 from thinwire.cli import app
+from thinwire.lab import namespaces
 
 pytestmark = pytest.mark.process
 
@@ -35,6 +36,21 @@ def test_a_comparison_ends_with_a_table_a_file_and_one_report(out: Path) -> None
     assert figures["rows"][0]["speed_up"] == 1 and figures["rows"][0]["steps"] == 40
     assert Path(figures["report"]).parent == folder
     assert "seconds to 30.0% accuracy" in err and "star-topk@0.01:tree" in err
+
+
+def test_a_demo_without_a_lab_says_what_stands_in_for_ddp_and_ends_as_any_other(out: Path) -> None:
+    none = {namespaces.TUN_VARIABLE: "/nowhere/tun"}
+    code, text, err = done("demo", "--seconds", "1", "--out", str(out), env=none)
+    assert code == 0, err
+    missing, stand_in = err.splitlines()[:2]
+    assert missing.startswith("No lab here: /nowhere/tun cannot be opened")
+    assert stand_in.startswith("Shaped links do not slow down plain DDP, so dense:ring")
+    *table, _, sentence, report = text.splitlines()
+    assert "seconds to 95.0%" in " ".join(table)
+    assert [line.split()[0] for line in table[-2:]] == ["dense:ring", "adaptive"]
+    assert "times as fast as dense:ring." in sentence or sentence.startswith("There is no speed-up to tell of")
+    assert report == f"report: {out / 'demo-1' / 'report.html'}" and (out / "demo-1" / "report.html").exists()
+    assert json.loads((out / "demo-1" / "adaptive" / "job.json").read_text())["job"]["link"] == "shaped"
 
 
 # DDP wants every parameter to be used, and gossip does not.

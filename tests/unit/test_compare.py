@@ -18,6 +18,7 @@ from thinwire.jobs.compare import (
     Run,
     asked,
     compare,
+    demo,
     jobs_of,
     least_of,
     speed_up_in_words,
@@ -109,6 +110,25 @@ def test_a_mistake_in_such_a_file_is_told_with_its_line(tmp_path: Path, text: st
     with pytest.raises(ValueError) as told:
         asked(path, {}, None, None)
     assert str(told.value).startswith(f"{path}:{says}")
+
+
+def test_the_demo_compares_plain_ddp_with_adaptive_in_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.jobs.compare.why_no_lab", lambda: "")
+    job, methods, note = demo(seconds=7.0, out="here")
+    assert (methods, note) == (["ddp", "adaptive"], "")
+    assert (job.link, job.network, job.seconds, job.out) == ("auto", "unpredictable", 7.0, "here")
+
+
+def test_without_a_lab_the_demo_has_what_its_links_can_slow_down_instead_of_ddp_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("thinwire.jobs.compare.why_no_lab", lambda: "this is no Linux.")
+    job, methods, note = demo(seconds=7.0)
+    assert (methods, job.link, job.seconds) == (["dense:ring", "adaptive"], "shaped", 7.0)
+    reason, stand_in = note.splitlines()
+    assert reason == "No lab here: this is no Linux."
+    assert stand_in.endswith("so dense:ring, which sends the same bytes, stands in for it.")
+    assert [each.method for each in jobs_of(job, methods, 1)] == methods
 
 
 def test_a_target_that_nobody_named_is_said_to_be_that_of_the_method_that_learned_least() -> None:
