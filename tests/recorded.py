@@ -261,6 +261,8 @@ class _Writer:
             }
         self.write("heard", step=step, told=[0.0] * 12)
         self.write("step", step=step, plan=plan, **known)
+        if not full and step % 10 == 0:
+            self.write("sent", step=step, entries=[self.random.randint(0, numel) for _, numel in LAYERS])
         decay = math.exp(-step / (0.18 * self.steps))
         if step % 2 == 0:
             self.write("loss", step=step, loss=2.3 * decay + 0.08 + 0.1 * decay * self.random.random())

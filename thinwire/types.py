@@ -97,11 +97,13 @@ class Exchanged(NamedTuple):
         mean: with the same bits on every rank, one entry per entry of the gradient.
         told: the sums over ranks of the numbers that rode along, with the same bits on every rank.
         compress_seconds: the time spent choosing, coding and decoding entries, without any waiting.
+        sent: the indices of the entries that this rank sent, ascending; None if it sent all, or does not say.
     """
 
     mean: torch.Tensor
     told: Told
     compress_seconds: float = 0.0
+    sent: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

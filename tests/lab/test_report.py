@@ -64,6 +64,7 @@ def test_a_training_on_a_changing_network_has_a_report_with_every_chart(
     assert sum(kind.startswith("stretch") for kind in shapes(browser, "network")) >= 2  # the exchange, the collective
     assert legend(browser, "step-time") == ["measured", "predicted"]
     assert legend(browser, "parts") == ["compute", "compress", "exchange"]
+    assert legend(browser, "layers") == ["sent", "dense"]
     assert legend(browser, "accuracy-time")[-1] == "target" and len(legend(browser, "loss-time")) == 2
     assert "because" in browser.ask("document.querySelector('#front .reason').textContent")
     assert {"frontier", "ring"} <= set(shapes(browser, "front"))

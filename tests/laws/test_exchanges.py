@@ -162,6 +162,18 @@ def test_a_gradient_that_is_not_finite_hangs_nothing_and_is_told_to_all(plan: Pl
         assert exchanged.told.not_finite == 1
 
 
+@every_size
+@every_plan
+def test_what_a_rank_says_that_it_sent_is_what_it_took_out(plan: Plan, world_size: int) -> None:
+    outcome = run(plan, world_size)
+    for before, after, exchanged in zip(outcome.x, outcome.errors, outcome.exchanged, strict=True):
+        if plan.exchange == "dense":
+            assert exchanged.sent is None
+        else:
+            assert exchanged.sent is not None
+            assert exchanged.sent.tolist() == (before != after).nonzero().flatten().tolist()
+
+
 def test_star_leads_in_turn_and_var_leads_by_energy() -> None:
     x = torch.zeros(3, 10, dtype=torch.float64)
     for rank in range(3):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ import torch
 from torch import nn
 
 from tests.laws.test_exchanges import WORLD_SIZES, _name, _plans
-from thinwire import Plan, PlanMismatch, Synchronizer
-from thinwire.exchange import NAMES
+from thinwire import Plan, PlanMismatch, Synchronizer, records
+from thinwire.exchange import NAMES, build, complete
 from thinwire.link.thread import ThreadLink, ThreadWorld
+from thinwire.train.layout import Layout
+from thinwire.types import Network
 
 PLANS = _plans(0.1)
+SIZES = (30, 5, 15, 3)  # of the parameters of `small_net`
 
 
 def arguments(plan: Plan) -> dict[str, Any]:
@@ -307,3 +312,36 @@ def test_a_gain_is_never_above_one() -> None:
 def test_without_a_process_group_the_way_to_one_is_shown() -> None:
     with pytest.raises(RuntimeError, match="torchrun.*init_process_group"):
         Synchronizer(nn.Linear(2, 2))
+
+
+# --- what is recorded of each parameter
+
+
+def test_entries_are_counted_by_the_parameter_that_they_are_of() -> None:
+    sizes = {"a": 4, "b": 0, "c": 1, "d": 5}
+    layout = Layout.of((name, nn.Parameter(torch.zeros(size))) for name, size in sizes.items())
+    for dtype in (torch.int32, torch.int64):
+        assert layout.counts(torch.tensor([0, 3, 4, 5, 9], dtype=dtype)) == [2, 0, 1, 2]
+        assert layout.counts(torch.tensor([], dtype=dtype)) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("exchange", NAMES)
+def test_it_is_recorded_now_and_then_how_many_entries_of_each_parameter_were_sent(
+    exchange: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "records.jsonl"
+    plan = complete(exchange, 1.0 if exchange == "dense" else 0.1)
+
+    def program(link: ThreadLink) -> None:
+        sync, net, optimizer = start(link, replace(plan, collective="ring"), records=path)
+        train(sync, net, optimizer, range(3))
+        sync.close()
+
+    # The first step, and then one a second: of these some, as ranks wait for each other by turns, or none.
+    for latency, more in ((1.5, True), (1e-4, False)):
+        ThreadWorld(2, Network(alpha=latency, beta=0.0)).run(program)
+        sent = [record for record in records.read(path) if record["kind"] == "sent"]
+        steps = [record["step"] for record in sent]
+        assert steps == [] if exchange == "dense" else steps[0] == 0 and (len(steps) > 1) == more
+        for record in sent:
+            assert len(record["entries"]) == 4 and sum(record["entries"]) == build(plan, SIZES).selector.count(53, 0.1)

@@ -127,6 +127,45 @@ def test_plans_that_differ_in_one_word_have_two_names_and_going_from_one_to_the_
     assert [len(lane["which"]) for lane in lanes if any(word in name for name in lane["names"])] == [2]
 
 
+def layers_of(folder: Path) -> tuple[dict[str, Any], Run]:
+    [spec] = [spec for spec in made(folder).specs if spec["kind"] == "bars"]
+    return spec, folders.read_run(folder)
+
+
+def test_bytes_per_layer_are_those_that_were_sent_beside_those_of_a_dense_gradient(tmp_path: Path) -> None:
+    folder = recorded.run(tmp_path / "run", method="star-topk@0.01:ring", steps=40)
+    sizes = dict(recorded.LAYERS)
+    only = [float(name == "fc.bias") for name in sizes]  # in the first half; then all layers alike
+    entries = {0: only, 20: list(sizes.values())}
+
+    def sampled(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        kept = []
+        for line in (line for line in lines if line["kind"] != "sent"):
+            kept.append(line)
+            if line["kind"] == "step" and line["step"] in (19, 21):
+                counts = [int(count) for count in entries[0 if line["step"] == 19 else 20]]
+                kept.append({"kind": "sent", "time": line["time"], "step": line["step"], "entries": counts})
+        return kept
+
+    rewrite(folder / "records.jsonl", sampled)
+    spec, run = layers_of(folder)
+    sent = run.columns["sent_bytes"]
+    expected = [sent[20:].sum() * n / sum(sizes.values()) for n in sizes.values()]
+    expected[list(sizes).index("fc.bias")] += sent[:20].sum()
+    assert run.sent_of_layers == pytest.approx(expected) and sum(run.sent_of_layers) == pytest.approx(sent.sum())
+    assert sum(spec["shares"]) == pytest.approx(1, abs=0.01) and sum(spec["sent"]) == pytest.approx(1, abs=0.01)
+    assert spec["names"][-1] == "7 others" and spec["sent"][-1] > 0.5 > 0.05 > spec["shares"][-1]
+
+
+@pytest.mark.parametrize(("method", "known"), [("choco@int8:ring", False), ("ddp", False), ("adaptive", True)])
+def test_where_nobody_knows_what_was_sent_of_a_layer_it_is_said(tmp_path: Path, method: str, known: bool) -> None:
+    folder = recorded.run(tmp_path / "run", method=method, steps=60)
+    spec, _ = layers_of(folder)
+    assert ("sent" in spec) == known
+    rewrite(folder / "records.jsonl", lambda lines: [line for line in lines if line["kind"] != "sent"])
+    assert "sent" not in layers_of(folder)[0] and "What was sent of each is not known." in made(folder).words("p")
+
+
 def test_evaluating_is_not_training_time(tmp_path: Path) -> None:
     run = folders.read_run(recorded.run(tmp_path / "run", steps=200))
     last = run.evaluations[-1]

@@ -47,7 +47,7 @@ class ARTopk(Exchange):
         with watch:
             mean = out[: fed.x.numel()].zero_()
             add_entries(mean, Sparse(sent.indices, values[:-TOLD]), 1.0)
-        return Exchanged(mean, Told(*values[-TOLD:].tolist()), watch.seconds)
+        return Exchanged(mean, Told(*values[-TOLD:].tolist()), watch.seconds, sent.indices)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
         dtype = torch.float64 if itemsize == 8 else torch.float32

@@ -40,7 +40,7 @@ class Gathered(Exchange):
             for message in messages:  # in the order of ranks, so that every rank adds up the same bits
                 add_entries(mean, coding.decode(message[head:]), 1 / link.world_size)
             everyones = messages[:, :head].contiguous().view(fed.x.dtype).tolist()
-        return Exchanged(mean, Told(*map(sum, zip(*everyones, strict=True))), watch.seconds)
+        return Exchanged(mean, Told(*map(sum, zip(*everyones, strict=True))), watch.seconds, sent.indices)
 
     def legs(self, numel: int, itemsize: int, ratio: float, world_size: int, leader: int = 0) -> list[Leg]:
         dtype = torch.float64 if itemsize == 8 else torch.float32

@@ -33,12 +33,14 @@ class Intake:
         self._losses: list[tuple[float, ...]] = []
         self._consensus: list[tuple[float, ...]] = []
         self._evaluated: list[tuple[float, Mapping[str, Any]]] = []
+        self._shares = _Shares()
         self._before, self._last = 0.0, 0.0
         self._paused_at: float | None = 0.0  # None while somebody trains
         self._takers = {
             "run": self._run,
             "began": self._began,
             "step": self._step,
+            "sent": self._sent,
             "loss": self._loss,
             "evaluated": self._evaluation,
             "consensus": self._distance,
@@ -62,6 +64,7 @@ class Intake:
         run = self.run
         run.columns = dict(zip(OF_STEP, columns(self._rows, len(OF_STEP)), strict=True))
         run.plans, run.plan_of_step = list(self._plans), np.array(self._plan_of_step, np.int64)
+        run.sent_of_layers = self._shares.of([numel for _, numel in run.layers])
         run.losses = columns(self._losses, 3)
         run.consensus = columns(self._consensus, 2)
         run.quality = "accuracy" if self._evaluates("accuracy") or not self._evaluates("perplexity") else "perplexity"
@@ -119,6 +122,11 @@ class Intake:
         plan = PlanName.read(record.get("plan"))
         self._rows.append((time, *(or_nan(record.get(name)) for name in OF_STEP[1:])))
         self._plan_of_step.append(self._plans.setdefault(plan, len(self._plans)))
+        self._shares.take_step(number(record.get("sent_bytes")) or 0.0, plan.sends_all)
+
+    def _sent(self, time: float, record: Mapping[str, Any]) -> None:
+        listed = record.get("entries")
+        self._shares.take([count(entry) or 0 for entry in listed] if isinstance(listed, list) else [])
 
     def _loss(self, time: float, record: Mapping[str, Any]) -> None:
         self._losses.append((time, or_nan(record.get("step")), or_nan(record.get("loss"))))
@@ -153,6 +161,46 @@ class Intake:
         self.run.ended_at = or_nan(record.get("seconds"))
         if math.isfinite(self.run.ended_at):
             self.run.clock.append((time, self.run.ended_at))
+
+
+class _Shares:
+    """What of the bytes that were sent belongs to which layer.
+
+    How many entries of each a step sent is recorded now and then. All steps since the last such record are taken to
+    have sent alike.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._waiting = 0.0, 0.0  # bytes: of steps that sent everything, and of those since the last record
+        self._entries, self._sums = np.zeros(0), np.zeros(0)
+
+    def take_step(self, nbytes: float, sends_all: bool) -> None:
+        if sends_all:
+            self._all += nbytes
+        else:
+            self._waiting += nbytes
+
+    def take(self, entries: list[int]) -> None:
+        if sum(entries) <= 0 or len(entries) != (len(self._sums) or len(entries)):
+            return
+        if not len(self._sums):
+            self._sums = np.zeros(len(entries))
+        self._entries = np.array(entries, np.float64)
+        self._share_out()
+
+    def _share_out(self) -> None:
+        self._sums = self._sums + self._waiting * self._entries / self._entries.sum()
+        self._waiting = 0.0
+
+    def of(self, sizes: list[int]) -> list[float]:
+        """The bytes of each layer; nothing if some were sent of nobody knows which."""
+        if len(self._entries) == len(sizes) > 0:
+            self._share_out()
+        if self._waiting or not sum(sizes) or len(self._sums) not in (0, len(sizes)):
+            return []
+        whole = self._all * np.array(sizes, np.float64) / sum(sizes)
+        found: list[float] = (whole + self._sums if len(self._sums) else whole).tolist()
+        return found if sum(found) > 0 else []
 
 
 def _candidates(listed: list[Any]) -> Iterable[Candidate]:

@@ -607,20 +607,34 @@
 
   // --- bars
 
+  function legendBars(state) {
+    if (!state.chart.sent) return;
+    for (const [fill, name] of [["f0", "sent"], ["f7", "dense"]]) {
+      const key = element("span", state.legend, "key");
+      const picture = shape("svg", { viewBox: "0 0 22 12", "aria-hidden": "true" }, key);
+      shape("rect", { class: fill, x: 0, y: 3, width: 22, height: 6, rx: 3 }, picture);
+      element("span", key, "", name);
+    }
+  }
+
   function drawBars(state) {
     const { chart } = state;
-    const width = state.width, row = 31;
+    const width = state.width, row = chart.sent ? 40 : 31;
     state.height = chart.names.length * row + 4;
     const root = freshSvg(state);
-    const largest = Math.max(...chart.shares, 1e-9);
+    const kinds = chart.sent ? [[chart.sent, "f0"], [chart.shares, "f7"]] : [[chart.shares, "f0"]];
+    const largest = Math.max(...kinds.flatMap(([shares]) => shares), 1e-9);
     chart.names.forEach((name, i) => {
       const top = i * row;
       const room = Math.floor((width - chart.labels[i].length * 6.4 - 14) / 6.6);
       const shown = name.length <= room ? name : name.slice(0, Math.ceil(room / 2) - 1) + "…" + name.slice(name.length - Math.floor(room / 2));
       shape("text", { class: "name", x: 0, y: top + 13 }, root, shown);
       shape("text", { class: "value", x: width, y: top + 13, "text-anchor": "end" }, root, chart.labels[i]);
-      shape("rect", { class: "track", x: 0, y: top + 19, width, height: 6, rx: 3 }, root);
-      shape("rect", { class: "f0", x: 0, y: top + 19, width: short(Math.max((width * chart.shares[i]) / largest, 2)), height: 6, rx: 3 }, root);
+      kinds.forEach(([shares, fill], k) => {
+        const y = top + 19 + 8 * k;
+        shape("rect", { class: "track", x: 0, y, width, height: 6, rx: 3 }, root);
+        shape("rect", { class: fill, x: 0, y, width: short(Math.max((width * shares[i]) / largest, 2)), height: 6, rx: 3 }, root);
+      });
     });
   }
 
@@ -629,7 +643,7 @@
   const KINDS = {
     panes: { build: legendPanes, draw: drawPanes, listen: listenPanes },
     front: { build: buildFront, draw: drawFront, listen: listenFront },
-    bars: { build: () => {}, draw: drawBars, listen: (state) => state.plot.removeAttribute("tabindex") },
+    bars: { build: legendBars, draw: drawBars, listen: (state) => state.plot.removeAttribute("tabindex") },
   };
 
   function freshSvg(state) {

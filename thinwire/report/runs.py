@@ -75,6 +75,11 @@ class PlanName(NamedTuple):
         """The collective, and how indices are broadcast where that is not as usual."""
         return self.collective + ("" if self.broadcast == USUAL_BROADCAST else f", {self.broadcast} broadcast")
 
+    @property
+    def sends_all(self) -> bool:
+        """Whether every entry is sent, in however many bits. Compressors that choose are written with their ratio."""
+        return ":" not in self.ratio if isinstance(self.ratio, str) else self.ratio in (None, 1.0)
+
     def __str__(self) -> str:
         words = f"{self.exchange} over {self.way}" if self.collective else f"{self.exchange}{self.way}"
         words += "" if self.values == USUAL_VALUES else f", {self.values} values"
@@ -122,6 +127,8 @@ class Run:
         facts: versions and machine, in words, by group.
         columns: what is known of each step, by the names of OF_STEP.
         plan_of_step: for each step, where its plan is in `plans`.
+        layers: names and numbers of entries.
+        sent_of_layers: the bytes that the recording rank sent of each; none where that is not known.
         losses: time, step and training loss.
         consensus: time and distance.
         truth: time, latency and bytes per second of the lab's network, at each change.
@@ -144,6 +151,7 @@ class Run:
     hosts: int | None = None
     parameters: int | None = None
     layers: list[tuple[str, int]] = field(default_factory=list)
+    sent_of_layers: list[float] = field(default_factory=list)
     controller: dict[str, Any] | None = None
     columns: dict[str, Floats] = field(default_factory=dict)
     plans: list[PlanName] = field(default_factory=list)

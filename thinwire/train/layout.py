@@ -38,6 +38,12 @@ class Layout:
             raise ValueError(f"the model has {end} trainable entries; indices are sent for fewer than 2^31.")
         return cls(parameters, slices)
 
+    def counts(self, indices: torch.Tensor) -> list[int]:
+        """How many of these entries of the flat gradient, given in ascending order, each parameter has."""
+        ends = torch.tensor([where.stop for where in self.slices.values()], dtype=indices.dtype, device=indices.device)
+        before = torch.searchsorted(indices, ends)  # an entry at the end of one is in the next
+        return torch.diff(before, prepend=before.new_zeros(1)).tolist()
+
     def describe(self) -> str:
         """The names, shapes and types: the same on two ranks whose gradients can be averaged."""
         return "; ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items())

@@ -33,6 +33,7 @@ from thinwire.types import Moment, Network, Plan, StepRecord, Told
 _STATE_VERSION = 1
 _STEPS_COMPARED = 16
 _STEPS_UNEXPLORED = 100
+_SENT_SECONDS = 1.0  # between two records of what was sent of each parameter, at least
 
 
 class Synchronizer:
@@ -106,6 +107,7 @@ class Synchronizer:
         self.last: StepRecord | None = None
         self._is_resumed = False  # and ranks have not agreed yet that they all are, at the same step
         self._scaler = scaler
+        self._sent_noted = -math.inf
         self._exchanges: dict[Plan, Exchange] = {}
         self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
@@ -212,8 +214,17 @@ class Synchronizer:
         seconds, computed = link.now() - start, watch.seconds + done.compress_seconds
         self.close_step(seconds, computed, link.sent_bytes - sent_before, gain, skip)
         with self._steering:
+            if self.records is not None and done.sent is not None and not skip:
+                self._note_sent(done.sent)
             pilot.measure()
         self.hear(done.told)
+
+    def _note_sent(self, indices: torch.Tensor) -> None:
+        """Now and then, write down how many entries of each parameter the last step sent."""
+        if self.link.now() >= self._sent_noted + _SENT_SECONDS:
+            self._sent_noted = self.link.now()
+            assert self.records is not None
+            self.records.write("sent", step=self.step - 1, entries=self._layout.counts(indices))
 
     def _hand_over(self, mean: torch.Tensor, scale: float, name: str, grad: torch.Tensor) -> None:
         """Write the mean into the gradient; what a narrower type cannot hold is kept in every rank's error."""
