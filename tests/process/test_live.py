@@ -300,8 +300,8 @@ def test_the_share_of_control_is_of_all_starts_and_told_of_many_steps_only() -> 
 
 def test_where_the_records_break_off_the_outcome_tells_the_end(tmp_path: Path) -> None:
     write(tmp_path, [BEGAN, *some_steps(0, 104)])
-    sent = {"sent_bytes": 2_000_000, "dense_bytes": 8_000_000}
+    sent = {"sent_bytes": 2_000_000, "dense_bytes": 60_000_000}
     outcome.note(tmp_path, how="done", steps=200, seconds=12.0, accuracy=0.95, evaluated=200, **sent)
     line = line_of(progress_of(JOB, tmp_path))
-    assert line.endswith("; sent 2 MB, 25.0% of dense (8 MB)")
+    assert line.endswith("; sent 2 MB, 3.3% of dense (60 MB)")
     assert line.startswith("step 200 of 200 (recorded up to step 104), epoch 18.2, 0:12; accuracy 95.0%; ")
