@@ -127,6 +127,7 @@ class _Team:
         self._outcome = Outcome(how="done")
         self._troubled: list[_Worker] = []
         self._told: set[str] = set()
+        self._notes: list[str] = []  # of the ground
         self._deadline: float | None = None
 
     def start(self) -> None:
@@ -174,6 +175,9 @@ class _Team:
     def _note_trouble(self) -> None:
         if self._outcome.how == "done" and (trouble := self._ground.trouble()):
             self._fail(Outcome(how="failed", code=1, message=trouble))
+        for note in self._ground.notes():
+            self._notes.append(note)
+            self._view.say(note)
 
     def _note_ends(self) -> None:
         for worker in self._running:
@@ -197,7 +201,7 @@ class _Team:
 
     def _done(self) -> Outcome:
         """All came to their end, and yet not all may be well. What several say is said once."""
-        said: list[str] = []
+        said = self._notes.copy()
         for worker in sorted(self._troubled, key=lambda worker: worker.rank):
             if not any(worker.sentences[-1] in other for other in said):
                 said.append(f"worker {worker.rank}: {worker.sentences[-1]}")
