@@ -162,6 +162,13 @@ def test_a_running_lab_can_be_listed_changed_and_entered(folder: Path) -> None:
     assert "no lab is running" in runner.invoke(app, ["lab", "ps"]).output
 
 
+def test_a_lab_is_listed_with_its_truth_whatever_that_is_called(tmp_path: Path, folder: Path) -> None:
+    place = tmp_path / "[bold]:ring:[" / "b].jsonl"
+    place.parent.mkdir()
+    with Lab(1, truth=place):
+        assert str(place) in CliRunner().invoke(app, ["lab", "ps"], env={"COLUMNS": "300"}).output
+
+
 def test_a_wrong_setting_and_a_missing_lab_are_one_line(folder: Path) -> None:
     runner = CliRunner()
     missing = runner.invoke(app, ["lab", "heal"])

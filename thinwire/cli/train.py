@@ -389,11 +389,13 @@ def _compare(job: Job, methods: list[str], seeds: int, json: bool, stem: str = "
 
 
 def _print_comparison(comparison: Comparison, console: Console) -> None:
+    from rich.text import Text
+
     from thinwire.jobs.compare import speed_up_in_words, table_of
 
     console.print()
     console.print(table_of(comparison))
-    console.print(f"\n{speed_up_in_words(comparison)}", highlight=False, soft_wrap=True)
+    console.print(Text(f"\n{speed_up_in_words(comparison)}"), soft_wrap=True)
 
 
 def _complain(command: str, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
@@ -199,7 +200,7 @@ def _attempt(
     if ended.how == "interrupted" or not ended.code:
         return ended
     message = "; ".join([ended.message, *ended.log[-1:]])
-    console.print(f"{job.method}: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(Text(f"{job.method}: {message}", "red"), soft_wrap=True)
     return replace(ended, message=message if ended.how == "failed" else "")
 
 
@@ -321,7 +322,7 @@ def table_of(comparison: Comparison) -> Table:
     for column in ("method", "steps", f"seconds to {goal}", "speed-up", "sent per host", "at the end"):
         table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
     for row in comparison.rows:
-        table.add_row(row.method, *_cells(row))
+        table.add_row(*(Text(cell) for cell in (row.method, *_cells(row))))  # as it is: nothing in it is markup
     return table
 
 
