@@ -199,9 +199,10 @@ def test_workers_do_not_take_a_file_of_the_current_directory_for_a_module(out: P
 
 
 @timing
-def test_sigterm_ends_all_within_2_s_and_leaves_a_checkpoint_and_a_report(out: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_ends_all_within_2_s_and_leaves_a_checkpoint_and_a_report(out: Path, number: int) -> None:
     with a_training(out) as (process, folder):
-        interrupt(process, folder, signal.SIGTERM)
+        interrupt(process, folder, signal.Signals(number))
 
 
 @timing
