@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import RESTLESS, fill, filled_while_it_trains, small_disk
-from tests.process.runs import done
+from tests.process.runs import done, last_json, thinwire, until
 from thinwire.jobs import outcome
 
 pytestmark = pytest.mark.process
@@ -51,3 +51,24 @@ def test_a_disk_that_becomes_full_is_told_of_at_once_and_at_the_end(disk: Path, 
     assert f"thinwire train: {known['message']}" == told.lines[-1]
     assert (known["how"], known["steps"]) == ("done", steps) and 0 < known["recorded"] < steps
     assert f"done: step {steps} of {steps} (recorded up to step {known['recorded']})" in told.out
+
+
+def test_a_comparison_on_a_disk_that_becomes_full_shows_what_it_has(disk: Path) -> None:
+    words = ["--hosts", "2", "--methods", "ddp,dense:ring", "--steps", "30", "--checkpoint-every", "0", "--json"]
+    process = thinwire("compare", "digits", *words, "--name", "both", "--out", str(disk))
+    try:
+        until(lambda: (disk / "both" / "compare.json").exists() or process.poll() is not None)
+        written = (disk / "both" / "compare.json").read_text()
+        fill(disk)
+        text, err = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "Traceback" not in err
+    first, _ = last_json(text)["rows"]
+    assert (first["method"], first["steps"], first["message"]) == ("ddp", 30, "") and first["score"] > 0
+    unwritten = f"what came of it could not be written to {disk / 'both' / 'compare.json'}: No space left on device."
+    said = err.splitlines()
+    assert unwritten in said and any(line.startswith("thinwire compare: ") and unwritten in line for line in said)
+    assert any(line.startswith("ddp  ") and " 30 " in line for line in said)  # of the table
+    assert (disk / "both" / "compare.json").read_text() == written
+    assert not list((disk / "both").glob("*.tmp"))
