@@ -77,7 +77,7 @@ def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) ->
     elif job.hosts != dist.get_world_size():
         raise ValueError(f"{folder} is a run of {job.hosts} workers, and here are {dist.get_world_size()}.")
     is_host = with_report and dist.get_rank() == 0
-    if is_host:
+    if with_report:
         torchrun.begin(job, folder, goes_on)
     training = _training(job, folder, leaving)
     leaving.last_words = training.say_interrupted
