@@ -1,4 +1,4 @@
-"""thinwire train under torchrun: on machines with disks of their own."""
+"""thinwire train under torchrun: on machines with disks of their own, and started again by it."""
 
 from __future__ import annotations
 
@@ -70,3 +70,56 @@ def test_on_a_disk_that_machines_share_a_start_is_written_down_once(tmp_path: Pa
     assert job_in(tmp_path / "runs" / "run")["resumed"] == []
     on_both([tmp_path, tmp_path], "--resume", "runs/run", "--steps", "6")
     assert len(job_in(tmp_path / "runs" / "run")["resumed"]) == 1
+
+
+FRAIL = """
+import os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+steps = 0
+
+def loss(answer, y):
+    global steps
+    steps += 1
+    if steps == 16 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(3)
+    return nn.functional.cross_entropy(answer, y)
+
+def make():
+    x = torch.randn(64, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    return nn.Linear(4, 2), loss, loader, loader
+"""
+FRAIL_WORDS = ["frail:make", "--method", "ddp", "--checkpoint-every", "5", "--name", "run"]
+
+
+def restarted(cwd: Path, *words: str) -> tuple[int, str]:
+    """Its exit code and what is told of it on stderr, with one more start if the first fails."""
+    (cwd / "frail.py").write_text(FRAIL)
+    process = agent(cwd, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *command("train", *words))
+    try:
+        err = process.communicate()[1]
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def test_a_run_that_torchrun_starts_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    code, err = restarted(tmp_path, *FRAIL_WORDS, "--steps", "30")
+    assert code == 0, err
+    folder = tmp_path / "runs" / "run"
+    assert err.count("thinwire: note: torchrun has started it again: it goes on in runs/run.") == 1
+    first, second = of_kind("began", lines_of(folder))
+    assert first["step"] == 0 and second["step"] in (10, 15)  # the newest that both had saved
+    assert outcome.read(folder)["how"] == "done" and outcome.read(folder)["steps"] == 30
+    assert len(job_in(folder)["resumed"]) == 1
+
+
+def test_a_run_of_another_job_is_not_taken_for_one_that_is_started_again(tmp_path: Path) -> None:
+    code, err = restarted(tmp_path, *FRAIL_WORDS, "--steps", "5")
+    assert code == 0, err
+    code, err = restarted(tmp_path, *FRAIL_WORDS, "--steps", "30")
+    assert code != 0 and "runs/run exists already: go on with it by --resume runs/run" in err
+    assert outcome.read(tmp_path / "runs" / "run")["steps"] == 5

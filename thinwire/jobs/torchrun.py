@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,23 +17,41 @@ import torch
 import torch.distributed as dist
 
 from thinwire.jobs import outcome, resuming, telling
-from thinwire.jobs.job import JOB, Job, write_job
+from thinwire.jobs.job import JOB, Job, read_job, write_job
 
 LOOK_SECONDS = 0.2  # between two looks at what there is to tell
 
 
 def shared_folder(job: Job) -> Path:
-    """Rank 0's new folder. Where workers have disks of their own, it is a folder of the same name on each."""
+    """Rank 0's new folder, or that of this very job if torchrun has started it again.
+
+    Where workers have disks of their own, it is a folder of the same name on each.
+    """
     from thinwire.jobs.start import new_folder
 
+    restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))  # of this machine's workers
+    dist.all_reduce(restarts, dist.ReduceOp.MAX)
     name = ""
     if dist.get_rank() == 0:
-        folder = new_folder(job)
+        begun = _begun_before(job) if restarts else None
+        folder = new_folder(job) if begun is None else begun
         write_job(folder, job, sys.argv)
         name = str(folder)
     folder = Path(_from_rank_0(name))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _begun_before(job: Job) -> Path | None:
+    """Where a start before this one has begun the job. Only its --name tells."""
+    if job.name is None:
+        return None
+    folder = Path(job.out) / job.name
+    with suppress(ValueError):  # it is no run
+        if read_job(folder) == job:
+            telling.note(f"torchrun has started it again: it goes on in {folder}.")
+            return folder
+    return None
 
 
 def begin(job: Job, folder: Path, goes_on: bool) -> None:
