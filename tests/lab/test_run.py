@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import thinwire
+from tests.disks import fill, small_disk
 from tests.lab.leftovers import left_behind
 from tests.lab.networks import lab
 from tests.timing import timing
@@ -161,6 +162,13 @@ def test_a_running_lab_can_be_listed_changed_and_entered(folder: Path) -> None:
     assert "no lab is running" in runner.invoke(app, ["lab", "ps"]).output
 
 
+def test_a_lab_is_listed_with_its_truth_whatever_that_is_called(tmp_path: Path, folder: Path) -> None:
+    place = tmp_path / "[bold]:ring:[" / "b].jsonl"
+    place.parent.mkdir()
+    with Lab(1, truth=place):
+        assert str(place) in CliRunner().invoke(app, ["lab", "ps"], env={"COLUMNS": "300"}).output
+
+
 def test_a_wrong_setting_and_a_missing_lab_are_one_line(folder: Path) -> None:
     runner = CliRunner()
     missing = runner.invoke(app, ["lab", "heal"])
@@ -180,6 +188,20 @@ def test_a_lab_ends_although_visitors_leave_with_its_process(folder: Path) -> No
     begin = time.monotonic()
     two.close()
     assert time.monotonic() - begin < 5
+
+
+def test_a_truth_that_ends_is_said_once_and_the_lab_goes_on(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk, Lab(1, truth=disk / "truth.jsonl") as one:
+        fill(disk)
+        one.set(latency="1ms")
+        while one.truth.stat().st_size % 4096:  # what it has of the disk already it may use
+            one.set(latency="2ms")
+        one.set(latency="3ms")
+        assert run(one, ["true"]) == 0
+        assert one.notes() == []
+    assert capfd.readouterr().err.count(f"thinwire lab: the truth in {disk / 'truth.jsonl'} ends here: No space") == 1
 
 
 def test_a_truth_that_cannot_be_written_is_said_so(folder: Path) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.disks import RESTLESS, filled_while_it_trains, small_disk
 from tests.lab.leftovers import left_behind
 from tests.process.runs import command, done, is_training, last_json, lines_of, thinwire, until, workers_of
 from tests.process.terminals import Terminal
 from tests.timing import timing
+from thinwire.jobs import outcome
 from thinwire.lab import registry
 
 pytestmark = pytest.mark.lab
@@ -64,6 +66,19 @@ def test_a_lab_that_breaks_down_ends_the_run(tmp_path: Path, folder: Path) -> No
     _, err = process.communicate()
     assert process.returncode == 1
     assert "thinwire train: the lab's relay was ended by SIGKILL" in err
+    assert left_behind(folder) == ([], [])
+
+
+def test_a_disk_that_becomes_full_ends_the_truth_and_not_the_run(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "restless.toml").write_text(RESTLESS)
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        words = ["--network", str(tmp_path / "restless.toml"), "--method", "ddp", "--steps", "1000"]
+        told = filled_while_it_trains(disk, "run", *words, ends=2)
+        assert told.code == 1
+        truth = f"the truth in {disk / 'run' / 'truth.jsonl'} ends here: No space left on device."
+        assert told.lines.count(truth) == 1 and told.lines[-1].startswith(f"thinwire train: {truth} worker 0: the ")
+        known = outcome.read(disk / "run")
+    assert (known["how"], known["steps"]) == ("done", 1000)
     assert left_behind(folder) == ([], [])
 
 

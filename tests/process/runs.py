@@ -37,7 +37,9 @@ def done(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> tu
 
 
 def last_json(out: str) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(out.splitlines()[-1])
+    """What --json leaves on stdout: one line, and nothing else."""
+    (line,) = out.splitlines()
+    figures: dict[str, Any] = json.loads(line)
     return figures
 
 

@@ -39,7 +39,8 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._ours)
+        if self._ours >= 0:
+            self.close()
 
     @property
     def text(self) -> str:
@@ -49,6 +50,11 @@ class Terminal:
     def resize(self, columns: int, rows: int) -> None:
         """The kernel tells the program by SIGWINCH."""
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def close(self) -> None:
+        """As a window is closed: the kernel tells the program by SIGHUP, and nobody reads what it writes."""
+        os.close(self._ours)
+        self._ours = -1
 
     def type(self, keys: bytes) -> None:
         os.write(self._ours, keys)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.disks import fill, small_disk
-from tests.process.runs import done, is_training, thinwire, until
+from tests.disks import RESTLESS, fill, filled_while_it_trains, small_disk
+from tests.process.runs import done, last_json, thinwire, until
 from thinwire.jobs import outcome
 
 pytestmark = pytest.mark.process
@@ -36,35 +35,40 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(disk: Path) -> None:
     assert outcome.read(folder)["how"] == "done"  # it was not begun
 
 
-def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
-    """The lines on stderr, as they come, until these words are in one."""
-    assert process.stderr is not None
-    said: list[str] = []
-    while not said or words not in said[-1]:
-        line = process.stderr.readline()
-        assert line, said
-        said.append(line.rstrip())
-    return said
-
-
-def test_a_disk_that_becomes_full_is_told_of_at_once_and_at_the_end(disk: Path) -> None:
+@pytest.mark.parametrize("link", ["loopback", "shaped"])
+def test_a_disk_that_becomes_full_is_told_of_at_once_and_at_the_end(disk: Path, tmp_path: Path, link: str) -> None:
     folder, steps = disk / "run", 1000
-    words = ["--hosts", "2", "--name", "run", "--out", str(disk), "--method", "ddp", "--steps", str(steps)]
-    process = thinwire("train", "digits", *words, "--checkpoint-every", "0")
+    (tmp_path / "restless.toml").write_text(RESTLESS)
+    network = ["--network", str(tmp_path / "restless.toml"), "--method", "dense:ring"]
+    words = ["--method", "ddp"] if link == "loopback" else network
+    ends = 1 if link == "loopback" else 2  # of the records, and of the truth
+    told = filled_while_it_trains(disk, "run", "--link", link, *words, "--steps", str(steps), ends=ends)
+    assert told.code == 1
+    assert len(told.lines) == ends + 2 and told.lines[-1].startswith("thinwire train: worker 0: the ")
+    assert all(words in told.lines[-1] for words in told.lines[:ends])
+    assert f"the checkpoint of step {steps} could not be saved" in told.lines[-1]
+    known = outcome.read(folder)
+    assert f"thinwire train: {known['message']}" == told.lines[-1]
+    assert (known["how"], known["steps"]) == ("done", steps) and 0 < known["recorded"] < steps
+    assert f"done: step {steps} of {steps} (recorded up to step {known['recorded']})" in told.out
+
+
+def test_a_comparison_on_a_disk_that_becomes_full_shows_what_it_has(disk: Path) -> None:
+    words = ["--hosts", "2", "--methods", "ddp,dense:ring", "--steps", "30", "--checkpoint-every", "0", "--json"]
+    process = thinwire("compare", "digits", *words, "--name", "both", "--out", str(disk))
     try:
-        until(lambda: is_training(folder, 2) or process.poll() is not None)
+        until(lambda: (disk / "both" / "compare.json").exists() or process.poll() is not None)
+        written = (disk / "both" / "compare.json").read_text()
         fill(disk)
-        said = read_until(process, "end here: No space left on device.")
-        assert process.poll() is None  # it is training on
-        text, rest = process.communicate()
+        text, err = process.communicate()
     finally:
         process.kill()
-        process.communicate()
-    assert process.returncode == 1
-    told = [line for line in (*said, *rest.splitlines()) if "could not be saved" in line or "end here" in line]
-    assert len(told) == 3 and told[-1].startswith("thinwire train: worker 0: the records in ")
-    assert f"the checkpoint of step {steps} could not be saved" in told[-1]
-    known = outcome.read(folder)
-    assert f"thinwire train: {known['message']}" == told[-1]
-    assert (known["how"], known["steps"]) == ("done", steps) and 0 < known["recorded"] < steps
-    assert f"done: step {steps} of {steps} (recorded up to step {known['recorded']})" in text
+    assert process.returncode == 1 and "Traceback" not in err
+    first, _ = last_json(text)["rows"]
+    assert (first["method"], first["steps"], first["message"]) == ("ddp", 30, "") and first["score"] > 0
+    unwritten = f"what came of it could not be written to {disk / 'both' / 'compare.json'}: No space left on device."
+    said = err.splitlines()
+    assert unwritten in said and any(line.startswith("thinwire compare: ") and unwritten in line for line in said)
+    assert any(line.startswith("ddp  ") and " 30 " in line for line in said)  # of the table
+    assert (disk / "both" / "compare.json").read_text() == written
+    assert not list((disk / "both").glob("*.tmp"))

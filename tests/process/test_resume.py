@@ -72,7 +72,8 @@ def test_a_run_that_goes_on_tells_what_is_new(trained: Path) -> None:
     assert (figures["steps"], figures["evaluated"]) == (30, 30)
     assert outcome.read(trained)["how"] == "done" and outcome.read(trained)["steps"] == 30
     facts = json.loads((trained / "job.json").read_text())
-    assert facts["job"]["steps"] == 30 and [start["command"][-2:] for start in facts["resumed"]] == [["--steps", "30"]]
+    (start,) = facts["resumed"]
+    assert facts["job"]["steps"] == 30 and start["command"][-3:] == ["--steps", "30", "--json"]
 
 
 def under_torchrun(*words: str) -> str:

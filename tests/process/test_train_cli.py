@@ -199,9 +199,10 @@ def test_workers_do_not_take_a_file_of_the_current_directory_for_a_module(out: P
 
 
 @timing
-def test_sigterm_ends_all_within_2_s_and_leaves_a_checkpoint_and_a_report(out: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_ends_all_within_2_s_and_leaves_a_checkpoint_and_a_report(out: Path, number: int) -> None:
     with a_training(out) as (process, folder):
-        interrupt(process, folder, signal.SIGTERM)
+        interrupt(process, folder, signal.Signals(number))
 
 
 @timing
@@ -399,6 +400,15 @@ def test_what_fails_in_a_worker_names_the_module_and_stays_with_the_run(
     known = outcome.read(out / "run")
     assert known["how"] == "failed" and re.fullmatch(says, known["message"])
     assert f"thinwire train: {known['message']}\n" in err and f"report: {out / 'run' / 'report.html'}" in text
+
+
+def test_what_the_users_module_prints_is_not_among_the_figures(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"print('imported')\n{OWN}\ndef loud():\n    print('made')\n    return make()\n")
+    words = ["train", "mine:loud", "--hosts", "1", "--method", "ddp", "--steps", "2", "--name", "run"]
+    code, text, err = done(*words, "--out", str(out), "--json", cwd=tmp_path)
+    assert code == 0, err
+    assert last_json(text)["steps"] == 2
+    assert err.splitlines()[0] == "imported" and "made" in (out / "run" / "worker-0.log").read_text().splitlines()
 
 
 def test_a_typo_in_a_file_is_told_with_its_line_and_the_nearest_key(out: Path, tmp_path: Path) -> None:

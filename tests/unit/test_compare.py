@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from thinwire.cli.train import _print_comparison
 from thinwire.jobs.compare import (
     EVALUATE_EVERY,
     Comparison,
@@ -24,6 +25,7 @@ from thinwire.jobs.compare import (
     speed_up_in_words,
 )
 from thinwire.jobs.job import Job
+from thinwire.jobs.live import say
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.team import Interrupts
 
@@ -41,10 +43,14 @@ def row(method: str, seconds: float | None, speed_up: float | None, message: str
     )
 
 
-def words(*rows: Row, set_by: str = "") -> str:
-    return speed_up_in_words(
-        Comparison(folder=Path("runs/one"), target=0.9, set_by=set_by, runs=(), rows=rows, outcome=Outcome(how="done"))
+def a_comparison(*rows: Row, set_by: str = "") -> Comparison:
+    return Comparison(
+        folder=Path("runs/one"), target=0.9, set_by=set_by, runs=(), rows=rows, outcome=Outcome(how="done")
     )
+
+
+def words(*rows: Row, set_by: str = "") -> str:
+    return speed_up_in_words(a_comparison(*rows, set_by=set_by))
 
 
 def test_the_fastest_is_named_wherever_it_stands() -> None:
@@ -69,6 +75,18 @@ def test_it_is_said_why_there_is_no_speed_up() -> None:
     assert failed == "There is no speed-up to tell of: ddp, which the others are measured against, failed."
     untold = replace(row("ddp", None, None), score=None)
     assert words(untold, replace(untold, method="b")).endswith("nothing was found that tells how well they learned.")
+
+
+@pytest.mark.parametrize("method", ["ddp", "dense:ring"])
+@pytest.mark.parametrize("message", ["[/Users/me] is no folder", "no [bold] idea", ":ring: is no graph", "a [/] b"])
+def test_what_went_wrong_is_printed_as_it_is(method: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = row(method, None, None, message=message)
+    _print_comparison(a_comparison(failed, row(f"{method}:{message}", 4.0, 2.5)), Console(width=200))
+    say(Console(width=200), f"{method}: {message}")
+    out = capsys.readouterr().out
+    assert f"{method}: {message}\n" in out
+    assert any(line.split()[0] == method and message in line for line in out.splitlines() if line)
+    assert f": {method}, which the others are measured against, failed." in out
 
 
 # --- what is compared

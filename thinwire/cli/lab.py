@@ -346,7 +346,7 @@ def ps() -> None:
     for entry, _ in labs:
         inhabitants = namespaces.inhabitants(dict(entry.networks))
         table.add_row(entry.id, str(entry.hosts), entry.network, str(len(inhabitants)), entry.truth)
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
 @app.command(cls=Command, epilog=examples(("after a lab was killed", "thinwire lab clean")))

@@ -49,7 +49,7 @@ def topology(
     console.print(_spectrum(graph))
     console.print(_compression(graph))
     if png is not None:
-        console.print(f"drawn into {png}")
+        typer.echo(f"drawn into {png}")
 
 
 def _neighbours(graph: Topology) -> Table:

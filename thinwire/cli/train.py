@@ -14,6 +14,7 @@ import typer
 
 from thinwire.cli.help import examples
 from thinwire.cli.options import Json, print_figures
+from thinwire.cli.streams import outlived
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -291,7 +292,13 @@ def demo(
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """A user's mistake and a machine's refusal are one message and no traceback."""
+    """A user's mistake and a machine's refusal are one message and no traceback. Who reads it may have gone."""
+    with outlived(), _refused(command):
+        yield
+
+
+@contextmanager
+def _refused(command: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, ThinwireError) as error:
@@ -389,11 +396,13 @@ def _compare(job: Job, methods: list[str], seeds: int, json: bool, stem: str = "
 
 
 def _print_comparison(comparison: Comparison, console: Console) -> None:
+    from rich.text import Text
+
     from thinwire.jobs.compare import speed_up_in_words, table_of
 
     console.print()
     console.print(table_of(comparison))
-    console.print(f"\n{speed_up_in_words(comparison)}", highlight=False, soft_wrap=True)
+    console.print(Text(f"\n{speed_up_in_words(comparison)}"), soft_wrap=True)
 
 
 def _complain(command: str, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -14,10 +15,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
 from thinwire.jobs.job import RECORDS, Job, Mistake, read_job
+from thinwire.jobs.live import say
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.outcome import read as read_outcome
 from thinwire.jobs.progress import Tail
@@ -166,15 +169,21 @@ def _name(method: str, seed: int, seeds: int) -> str:
 def compare(
     job: Job, jobs: Sequence[Job], folder: Path, command: Sequence[str], console: Console, interrupts: Interrupts
 ) -> Comparison:
-    """Run all of them. One that fails is told of and the others go on; an interrupt ends them all."""
+    """Run all of them. One that fails is told of and the others go on; an interrupt ends them all.
+
+    What cannot be written down is told of too, and they go on: the table can be shown without its file.
+    """
     invite(job, folder, console)
     done: list[Run] = []
     outcome = Outcome(how="done")
+    unwritten = ""
     for number, each in enumerate(jobs, 1):
         title = f"{number} of {len(jobs)}: {title_of(each)}"
         ended = _attempt(each, folder / str(each.name), command, console, title, interrupts)
         done.append(read_run(folder, each, ended.message))
-        _write(folder, _told(_goal(job), chosen=True), done)
+        before, unwritten = unwritten, _write(folder, _told(_goal(job), chosen=True), done)
+        if unwritten and not before:
+            say(console, unwritten)
         if ended.how == "failed":
             outcome = Outcome(how="failed", code=1, message="not every method came to its end.")
         elif ended.how == "interrupted":
@@ -183,7 +192,8 @@ def compare(
     least = None if job.target is not None else least_of(done)
     target = _goal(job) if least is None else least.best
     rows = tuple(_rows(done, list(dict.fromkeys(each.method for each in jobs)), target))
-    _write(folder, _told(target, chosen=least is None), done, rows)
+    if unwritten := _write(folder, _told(target, chosen=least is None), done, rows):
+        outcome = replace(outcome, code=outcome.code or 1, message=" ".join(filter(None, (outcome.message, unwritten))))
     set_by = "" if least is None else least.method
     return Comparison(folder=folder, target=target, set_by=set_by, runs=tuple(done), rows=rows, outcome=outcome)
 
@@ -191,15 +201,18 @@ def compare(
 def _attempt(
     job: Job, folder: Path, command: Sequence[str], console: Console, title: str, interrupts: Interrupts
 ) -> Outcome:
-    folder.mkdir()
     try:
+        folder.mkdir()
         ended = conduct(job, folder, command, console, title, interrupts)
-    except (ValueError, OSError, ThinwireError) as error:
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        ended = Outcome(how="failed", code=1, message=f"{where}{error.strerror or error}.")
+    except (ValueError, ThinwireError) as error:
         ended = Outcome(how="failed", code=1, message=str(error))
     if ended.how == "interrupted" or not ended.code:
         return ended
     message = "; ".join([ended.message, *ended.log[-1:]])
-    console.print(f"{job.method}: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(Text(f"{job.method}: {message}", "red"), soft_wrap=True)
     return replace(ended, message=message if ended.how == "failed" else "")
 
 
@@ -219,8 +232,8 @@ def _told(target: float | None, chosen: bool) -> dict[str, Any]:
     return {"quality": "accuracy" if target >= 0 else "perplexity", "target": abs(target), "chosen": chosen}
 
 
-def _write(folder: Path, target: dict[str, Any], runs: Iterable[Run], rows: Iterable[Row] = ()) -> None:
-    """Whole or not at all: what was there before is kept until the new one is."""
+def _write(folder: Path, target: dict[str, Any], runs: Iterable[Run], rows: Iterable[Row] = ()) -> str:
+    """Whole or not at all: what was there before is kept until the new one is. Gives why it could not be, if so."""
     known = ("method", "folder", "seed", "message")
     content = {
         "format": FORMAT,
@@ -229,8 +242,14 @@ def _write(folder: Path, target: dict[str, Any], runs: Iterable[Run], rows: Iter
         "rows": [asdict(row) for row in rows],
     }
     temporary = folder / f"{FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, folder / FILE)
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(temporary, folder / FILE)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return f"what came of it could not be written to {folder / FILE}: {error.strerror}."
+    return ""
 
 
 def demo(**settings: Any) -> tuple[Job, list[str], str]:
@@ -321,7 +340,7 @@ def table_of(comparison: Comparison) -> Table:
     for column in ("method", "steps", f"seconds to {goal}", "speed-up", "sent per host", "at the end"):
         table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
     for row in comparison.rows:
-        table.add_row(row.method, *_cells(row))
+        table.add_row(*(Text(cell) for cell in (row.method, *_cells(row))))  # as it is: nothing in it is markup
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thinwire.lab.network import Change, Conditions
 from thinwire.lab.schedule import Schedule
+from thinwire.lab.truth import Truth
 from thinwire.link.base import Link, Reading, Stretch
 from thinwire.link.shaped import ShapedLink
 from thinwire.types import Network
@@ -17,6 +18,8 @@ from thinwire.types import Network
 LEAST_LATENCY = 1e-4  # seconds: what a message between two processes takes anyway
 MOST_RATE = 1e9  # bytes per second: what they can send each other at most
 STRETCH_SECONDS = 0.02
+
+log = logging.getLogger("thinwire")
 
 
 class EmulatedLink(ShapedLink):
@@ -33,7 +36,7 @@ class EmulatedLink(ShapedLink):
         self._conditions = Conditions(link.world_size, schedule.site or None)
         self._changes = _timeline(schedule)
         self._next = next(self._changes, None)
-        self._truth = truth.open("a", buffering=1) if truth is not None and link.rank == 0 else None
+        self._truth = Truth(truth, "a", log.warning) if truth is not None and link.rank == 0 else None
         self._start = time.monotonic()
         super().__init__(link, Network(alpha=0.0, beta=0.0))
         self.group = None
@@ -44,7 +47,8 @@ class EmulatedLink(ShapedLink):
         elapsed, changed = time.monotonic() - self._start, False
         while self._next is not None and self._next.at <= elapsed:
             self._conditions.apply(self._next)
-            self._write_truth(self._next)
+            if self._truth is not None:
+                self._truth.write(self._next, self._next.at, time.time(), self._conditions)
             self._next, changed = next(self._changes, None), True
         if changed:
             self.network = self._here()
@@ -68,19 +72,6 @@ class EmulatedLink(ShapedLink):
         alpha = sum(self._conditions.routes[src][dst].latency for src, dst in ways) / len(ways)
         beta = sum(1 / self._conditions.rate(src, dst) for src, dst in ways) / len(ways)
         return Network(alpha=alpha, beta=beta)
-
-    def _write_truth(self, change: Change) -> None:
-        if self._truth is not None:
-            facts = {
-                "time": round(change.at, 6),
-                "wall": round(time.time(), 6),
-                "cause": change.cause,
-                "hosts": change.hosts,
-                "pairs": change.pairs,
-                "set": {key: None if value == float("inf") else value for key, value in change.values.items()},
-                "now": self._conditions.summary(),
-            }
-            self._truth.write(json.dumps(facts) + "\n")
 
 
 def _timeline(schedule: Schedule) -> Iterator[Change]:

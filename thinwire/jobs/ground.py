@@ -43,6 +43,10 @@ class Ground(ABC):
         """Why nobody can go on here; nothing while all is well."""
         return ""
 
+    def notes(self) -> list[str]:
+        """What else is not well since this was last asked."""
+        return []
+
 
 class OnLoopback(Ground):
     """Processes of this machine that talk over its loopback."""
@@ -97,6 +101,9 @@ class InLab(Ground):
     def trouble(self) -> str:
         code = self._lab.relay.poll()
         return "" if code is None else f"the lab's relay {run.how_it_ended(code)}"
+
+    def notes(self) -> list[str]:
+        return self._lab.notes()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a worker: leave with the others if they come along, and alone if they do not."""
+"""Ctrl-C and its like in a worker: leave with the others if they come along, and alone if they do not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ GRACE = 1.0  # seconds to leave in peace
 GRACE_WHILE_SAVING = 0.3  # seconds on top
 INTERRUPTED = 130  # the exit code of what was interrupted
 _DONE = 255  # no signal has this number
+
+
+def requests() -> set[signal.Signals]:
+    """The signals that ask to end. So does a terminal that is closed, unless we were started to outlive it (nohup)."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return {signal.SIGINT, signal.SIGTERM} | (set() if outlives else {signal.SIGHUP})
 
 
 class Leaving:
@@ -35,7 +41,8 @@ class Leaving:
     def __enter__(self) -> Leaving:
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writer, False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._requests = requests()
+        for number in self._requests:
             self._before[number] = signal.signal(number, lambda *_: None)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="thinwire-leaving", daemon=True)
@@ -53,7 +60,7 @@ class Leaving:
         os.close(self._writer)
 
     def _listen(self) -> None:
-        while not set(os.read(self._reader, 64)) & {signal.SIGINT, signal.SIGTERM}:
+        while not set(os.read(self._reader, 64)) & self._requests:
             if self._left.is_set():
                 return
         self.asked = True

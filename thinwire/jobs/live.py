@@ -67,8 +67,8 @@ def _rows(progress: Progress) -> Iterable[tuple[str, str | Text]]:
 
 
 def say(console: Console, words: str) -> None:
-    """A line that stays. Without a terminal it is one line however long it is."""
-    console.print(words, markup=False, highlight=False, soft_wrap=not console.file.isatty())
+    """A line that stays, as it is: nothing in it is markup. Without a terminal it is one line however long it is."""
+    console.print(Text(words), soft_wrap=not console.file.isatty())
 
 
 def _scalars_in(folder: Path) -> Scalars:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from thinwire.jobs.ground import Ground
+from thinwire.jobs.leaving import requests
 from thinwire.jobs.live import View
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.telling import CONSEQUENCE, NOTE, SENTENCE
@@ -33,20 +34,25 @@ LAST_LINES = 6
 
 
 class Interrupts:
-    """Notes Ctrl-C and SIGTERM instead of ending by them, while this is open."""
+    """Notes Ctrl-C, SIGTERM and that the terminal was closed instead of ending by them, while this is open."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, lambda number, _: self.seen.append(number))
+        for number in requests():
+            self._before[number] = signal.signal(number, lambda number, _: self._note(number))
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int) -> None:
+        """Of one closed terminal both the kernel and the shell tell, which is no haste."""
+        if number != signal.SIGHUP or not self.seen:
+            self.seen.append(number)
 
 
 def run_workers(ground: Ground, folder: Path, view: View, interrupts: Interrupts) -> Outcome:
@@ -127,6 +133,7 @@ class _Team:
         self._outcome = Outcome(how="done")
         self._troubled: list[_Worker] = []
         self._told: set[str] = set()
+        self._notes: list[str] = []  # of the ground
         self._deadline: float | None = None
 
     def start(self) -> None:
@@ -174,6 +181,9 @@ class _Team:
     def _note_trouble(self) -> None:
         if self._outcome.how == "done" and (trouble := self._ground.trouble()):
             self._fail(Outcome(how="failed", code=1, message=trouble))
+        for note in self._ground.notes():
+            self._notes.append(note)
+            self._view.say(note)
 
     def _note_ends(self) -> None:
         for worker in self._running:
@@ -197,7 +207,7 @@ class _Team:
 
     def _done(self) -> Outcome:
         """All came to their end, and yet not all may be well. What several say is said once."""
-        said: list[str] = []
+        said = self._notes.copy()
         for worker in sorted(self._troubled, key=lambda worker: worker.rank):
             if not any(worker.sentences[-1] in other for other in said):
                 said.append(f"worker {worker.rank}: {worker.sentences[-1]}")

@@ -11,7 +11,6 @@ import sys
 import traceback
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +21,7 @@ from thinwire.errors import ThinwireError
 from thinwire.jobs import outcome, own, telling, torchrun
 from thinwire.jobs.job import Job, read_job
 from thinwire.jobs.leaving import INTERRUPTED, Leaving
+from thinwire.jobs.meeting import meet
 from thinwire.jobs.training import Ending, Training
 
 
@@ -69,7 +69,7 @@ def work(folder: Path | None, job: Job | None = None, with_report: bool = False)
 
 
 def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) -> int:
-    _meet(job)
+    meet(job)
     goes_on = folder is not None
     if folder is None:
         job = replace(job, hosts=dist.get_world_size())
@@ -77,7 +77,7 @@ def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) ->
     elif job.hosts != dist.get_world_size():
         raise ValueError(f"{folder} is a run of {job.hosts} workers, and here are {dist.get_world_size()}.")
     is_host = with_report and dist.get_rank() == 0
-    if is_host:
+    if with_report:
         torchrun.begin(job, folder, goes_on)
     training = _training(job, folder, leaving)
     leaving.last_words = training.say_interrupted
@@ -121,16 +121,6 @@ def _in_words(error: BaseException, job: Job | None, quiet: bool = False) -> str
     if not quiet:
         traceback.print_exception(error)
     return f"{job.task}: {own.in_words(error)}" if job is not None and is_users else own.in_words(error)
-
-
-def _meet(job: Job) -> None:
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
-    except dist.DistNetworkError as error:
-        port = os.environ.get("MASTER_PORT")
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise ValueError(f"port {port} is in use: choose another --port, or none for one that is free.") from error
-        raise ValueError(f"no worker is to be met at port {port}: {str(error).splitlines()[0]}") from error
 
 
 if __name__ == "__main__":

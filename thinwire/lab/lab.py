@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -72,6 +73,7 @@ class Lab:
         self._asking = threading.Lock()
         self._relay: subprocess.Popen[bytes] | None = None
         self._owner: socket.socket | None = None
+        self._notes: list[str] = []
         self._user = -1
         self._networks: list[int] = []
         self._names = ""
@@ -243,24 +245,53 @@ class Lab:
             self._user = descriptors.pop(0)
         self._networks = descriptors
 
+    def fileno(self) -> int:
+        """Can be read from when there may be `notes`, and when the relay has gone."""
+        return self._to_relay().fileno()
+
+    def notes(self) -> list[str]:
+        """What the relay has said by itself since this was last asked: what is not well, though it goes on."""
+        relay = self._to_relay()
+        with self._asking, contextlib.suppress(LabError):  # who has gone says nothing more
+            while select.select([relay], [], [], 0)[0]:
+                self._notes.append(_heard(relay)["note"])
+        notes, self._notes = self._notes, []
+        return notes
+
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        relay = self._to_relay()
+        with self._asking:
+            answer = ask(relay, request)
+            while "note" in answer:
+                self._notes.append(answer["note"])
+                answer = _heard(relay)
+            return answer
+
+    def _to_relay(self) -> socket.socket:
         if self._owner is None:
             raise RuntimeError("the lab is not open: use it in a `with` block.")
-        with self._asking:
-            return ask(self._owner, request)
+        return self._owner
 
 
 def ask(relay: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
-    """One question and the relay's answer."""
+    """One question and the relay's answer. Of its owner's connection: a note may come before it."""
     try:
         relay.sendall(json.dumps(request).encode() + b"\n")
-        line = relay.makefile("rb").readline()
+    except OSError as error:
+        raise LabError(f"the relay does not answer ({error.strerror}).") from error
+    return _heard(relay)
+
+
+def _heard(relay: socket.socket) -> dict[str, Any]:
+    """The next line of the relay's, and not a byte of the one after it."""
+    try:
+        line = relay.makefile("rb", buffering=0).readline()
     except OSError as error:
         raise LabError(f"the relay does not answer ({error.strerror}).") from error
     if not line:
         raise LabError("the relay has gone.")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+    heard: dict[str, Any] = json.loads(line)
+    return heard
 
 
 def visit(folder: Path) -> socket.socket:

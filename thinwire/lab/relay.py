@@ -21,12 +21,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from errno import EPERM
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from thinwire.lab import namespaces, registry
 from thinwire.lab.errors import LabError, LabUnavailable, unavailable
 from thinwire.lab.network import MOST_MTU, Change, Conditions
 from thinwire.lab.switch import Switch
+from thinwire.lab.truth import Truth
 
 CONTROL = "control"  # the name of the socket in a lab's folder
 BATCH = 64  # packets taken from one host before the others have their turn
@@ -178,7 +179,8 @@ class Relay:
         self._hosts = hosts
         self._changes = _timeline([Change.from_json(change) for change in setup["changes"]], setup["repeat"])
         self._switch = Switch(Conditions(setup["hosts"], setup["site"] or None), setup["mtu"], setup["seed"])
-        self._truth = Truth(Path(setup["truth"]), self.start)
+        self._notes: list[str] = []  # for the lab's process: what is not well, though it goes on
+        self._truth = _begin_truth(Path(setup["truth"]), self._notes.append)
         self._host_of = {device: host for host, device in enumerate(hosts.devices)}
         self._by_address = {socket.inet_aton(namespaces.address(host)): host for host in range(setup["hosts"])}
         self._largest = setup["mtu"] or MOST_MTU
@@ -210,6 +212,8 @@ class Relay:
             # A host answers what it is given at once, so its answer is taken before we sleep.
             for device in reached:
                 self._take(device, time.monotonic(), 0.0)
+            while self._notes:
+                self._owner.sendall(_line({"note": self._notes.pop(0)}))
 
     # --- packets
 
@@ -265,12 +269,13 @@ class Relay:
             self._change(self._upcoming, self.start + self._upcoming.at)
             self._upcoming = next(self._changes, None)
 
-    def _change(self, change: Change, time: float) -> None:
+    def _change(self, change: Change, moment: float) -> None:
         """All that happens before a change happens by the old rules."""
-        self._deliver(self._switch.advance(time))
-        self._switch.change(change, time)
+        self._deliver(self._switch.advance(moment))
+        self._switch.change(change, moment)
         self._resize_packets()
-        self._truth.write(change, time, self._switch.conditions)
+        wall = time.time() - (time.monotonic() - moment)
+        self._truth.write(change, moment - self.start, wall, self._switch.conditions)
 
     def _resize_packets(self) -> None:
         """Let the hosts send packets of the size that fits the present rates."""
@@ -402,28 +407,11 @@ class Alarm:
             time.sleep(REST_SECONDS)
 
 
-class Truth:
-    """What the network really was, a JSON line per change: seconds, bytes per second, shares; null is no limit."""
-
-    def __init__(self, path: Path, start: float) -> None:
-        try:
-            self._file: TextIO = path.open("w", buffering=1)
-        except OSError as error:
-            raise LabError(f"the truth cannot be written to {path}: {error.strerror}.") from error
-        self._start = start
-
-    def write(self, change: Change, moment: float, conditions: Conditions) -> None:
-        elapsed = moment - self._start
-        record = {
-            "time": round(elapsed, 6),
-            "wall": round(time.time() - (time.monotonic() - moment), 6),
-            "cause": change.cause,
-            "hosts": change.hosts,
-            "pairs": change.pairs,
-            "set": {key: None if value == math.inf else value for key, value in change.values.items()},
-            "now": conditions.summary(),
-        }
-        self._file.write(json.dumps(record) + "\n")
+def _begin_truth(path: Path, say: Callable[[str], None]) -> Truth:
+    try:
+        return Truth(path, "w", say)
+    except OSError as error:
+        raise LabError(f"the truth cannot be written to {path}: {error.strerror}.") from error
 
 
 def _timeline(changes: list[Change], repeat: float) -> Iterator[Change]:

@@ -125,6 +125,7 @@ class _Team:
         self._selector.register(interrupts.reader, selectors.EVENT_READ, self._interrupted)
         self._relay = os.pidfd_open(lab.relay.pid)
         self._selector.register(self._relay, selectors.EVENT_READ, self._relay_ended)
+        self._selector.register(lab, selectors.EVENT_READ, self._tell_notes)
         self._code = 0
         self._deadline: float | None = None
 
@@ -150,6 +151,7 @@ class _Team:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._signal_all(signal.SIGKILL)
                 self._deadline = None
+        self._tell_notes()  # those that came with an answer too
         os.close(self._relay)
         self._selector.close()
         return self._code
@@ -184,8 +186,13 @@ class _Team:
             self._code = 128 + number
             self._end_all(signal.Signals(number), INTERRUPT_GRACE)
 
+    def _tell_notes(self) -> None:
+        for note in self._lab.notes():
+            print(f"thinwire lab: {note}", file=sys.stderr, flush=True)
+
     def _relay_ended(self) -> None:
         self._selector.unregister(self._relay)
+        self._selector.unregister(self._lab)
         if self._code == 0:
             self._fail(f"the lab's relay {how_it_ended(self._lab.relay.wait())}", 1)
 

@@ -1,0 +1,58 @@
+"""Streams that may lose their reader: a run must not end because nobody looks any more."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from errno import EIO, EPIPE
+from typing import Any, TextIO, cast
+
+
+@contextmanager
+def outlived() -> Iterator[None]:
+    """While this is open, stdout and stderr lead to nowhere once their reader or their terminal has gone.
+
+    What is told on stderr while a run goes on is not worth its end, so there any other failure, as of a disk that is
+    full, counts too. What came of it must be written to stdout if somebody waits for it there.
+    """
+    before = sys.stdout, sys.stderr
+    gone = _Outlived(sys.stdout, lambda error: error.errno in (EPIPE, EIO)), _Outlived(sys.stderr, lambda error: True)
+    sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in gone)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Outlived:
+    """A stream, and what becomes of it when it cannot be written to.
+
+    Args:
+        is_gone: whether this error means that it is given up.
+    """
+
+    def __init__(self, stream: TextIO, is_gone: Callable[[OSError], bool]) -> None:
+        self._stream, self._is_gone = stream, is_gone
+
+    def write(self, text: str) -> int:
+        return self._or_nowhere(lambda: self._stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        self._or_nowhere(self._stream.flush)
+
+    def _or_nowhere(self, act: Callable[[], int | None]) -> int | None:
+        try:
+            return act()
+        except OSError as error:
+            if not self._is_gone(error):
+                raise
+            # Beneath the stream, so that what it still holds can be flushed when the interpreter ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
