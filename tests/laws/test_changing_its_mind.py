@@ -233,3 +233,17 @@ def test_an_absurd_first_step_is_forgotten_within_a_few() -> None:
         running = running.after(0.03)
     assert running.value < 0.06
     assert replace(running, samples=20).after(30.0).value < 0.1
+
+
+@pytest.mark.parametrize("advantage", [0.02, 0.1, 0.4])
+def test_a_plan_that_compresses_is_taken_only_where_it_is_better_than_dense_by_a_share(advantage: float) -> None:
+    prices, margins = Prices(200_000, 4, 4, ways(4, has_group=False)), []
+    for rate in (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000):
+        view = View(alpha=1e-4, beta=8e-6 / rate, rest=Running(0.03))
+        decision = Adaptive(advantage=advantage).decide(view, Standing(plan=complete("dense", 1.0, "ring")), 0, prices)
+        assert decision is not None
+        dense = min(c.cost for c in decision.candidates if c.plan.exchange == "dense")
+        sparse = min(c.cost for c in decision.candidates if c.plan.exchange != "dense")
+        assert (decision.plan.exchange == "dense") == (sparse >= dense * (1 - advantage))
+        margins.append(sparse / dense)
+    assert min(margins) < 1 - advantage < max(margins)

@@ -151,6 +151,8 @@ class Adaptive:
         gain_change: the same for the gain.
         time_change: the same for the predicted time of a step.
         margin: and change the plan only if the new one is better by this share.
+        advantage: with "goodput", compress only where that is better than dense by this share: where it hardly pays it
+            is not worth the delay.
         patience: leave a plan alone for at least so many steps.
         least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
             comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe
@@ -170,6 +172,7 @@ class Adaptive:
     gain_change: float = 0.1
     time_change: float = 0.2
     margin: float = 0.03
+    advantage: float = 0.1
     patience: int = 5
     least_gain: float | None = None
     explore: str = "histogram"
@@ -194,7 +197,7 @@ class Adaptive:
                 "warmup cannot be negative, patience and horizon are at least 1, "
                 f"got {self.warmup}, {self.patience}, {self.horizon}."
             )
-        for name in ("change", "gain_change", "time_change", "margin"):
+        for name in ("change", "gain_change", "time_change", "margin", "advantage"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)}.")
 
@@ -205,7 +208,7 @@ class Adaptive:
             return None
         judged = list(self._all_judged(self._ratios(step), standing.plan, view, view.assumed, prices))
         candidates = sorted(self._candidates(judged), key=_by_cost)
-        best = self._knee(view, judged, candidates) if self.objective == "knee" else candidates[0]
+        best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
         chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices))
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
@@ -367,7 +370,12 @@ class Adaptive:
         if self.objective == "knee":
             near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio
             return now if near and way_of(now.plan) == way_of(best.plan) else best
-        return now if now.cost * (1 - self.margin) <= best.cost else best
+        return now if self._weighed(now) * (1 - self.margin) <= self._weighed(best) else best
+
+    def _weighed(self, candidate: Candidate) -> float:
+        """The cost that counts: dense has something in its favour, since it delays nothing."""
+        favoured = candidate.plan.exchange == "dense" and self.objective == "goodput"
+        return candidate.cost * (1 - self.advantage if favoured else 1.0)
 
     def _knee(self, view: View, judged: list[_Judged], candidates: list[Candidate]) -> Candidate:
         """The paper's choice of the ratio; then the fastest way at it, or dense if that is faster still.
