@@ -367,6 +367,7 @@ def test_what_belongs_to_a_fixed_exchange_is_refused_where_it_would_have_no_effe
 # PAPERS: Tyagi & Swany 2023: latency in ms, rate in Gbit/s; a stage here is 20 steps, rates are divided by 50.
 C1 = [(1, 25), (1, 1), (50, 1), (50, 25)]
 C2 = [(1, 25), (2, 20), (4, 15), (8, 10), (16, 5), (32, 1), (16, 5), (8, 10), (4, 15), (2, 20), (1, 25)]
+LAN = [(1, 5000), (1, 10), (1, 5000)]  # and one on which compressing does not pay, before and after one on which it does
 STAGE, SCALE = 20, 50
 
 
@@ -399,7 +400,7 @@ def line_of(decision: Decision) -> str:
     return f"{decision.step:4d} {kept} {decision.plan}: {decision.trigger} ({decision.seconds * 1e3:.0f} ms a step)"
 
 
-@pytest.mark.parametrize(("name", "stages"), [("c1", C1), ("c2", C2)])
+@pytest.mark.parametrize(("name", "stages"), [("c1", C1), ("c2", C2), ("lan", LAN)])
 def test_the_history_of_decisions_is_as_it_was(name: str, stages: list[Any], request: pytest.FixtureRequest) -> None:
     """Run pytest with --rewrite-golden to write down a new one, and read what has changed."""
     path, found = GOLDEN / f"{name}.txt", history(stages)
