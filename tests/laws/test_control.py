@@ -367,7 +367,7 @@ def test_what_belongs_to_a_fixed_exchange_is_refused_where_it_would_have_no_effe
 # PAPERS: Tyagi & Swany 2023: latency in ms, rate in Gbit/s; a stage here is 20 steps, rates are divided by 50.
 C1 = [(1, 25), (1, 1), (50, 1), (50, 25)]
 C2 = [(1, 25), (2, 20), (4, 15), (8, 10), (16, 5), (32, 1), (16, 5), (8, 10), (4, 15), (2, 20), (1, 25)]
-LAN = [(1, 5000), (1, 10), (1, 5000)]  # and one on which compressing does not pay, before and after one on which it does
+LAN = [(1, 5000), (1, 10), (1, 5000)]  # compressing pays on the one in the middle alone
 STAGE, SCALE = 20, 50
 
 
