@@ -19,7 +19,7 @@ from tests.lab.leftovers import left_behind
 from tests.lab.networks import lab
 from tests.timing import timing
 from thinwire.cli import app
-from thinwire.lab import check
+from thinwire.lab import check, registry
 from thinwire.lab.errors import LabError
 from thinwire.lab.lab import Lab, visit
 from thinwire.lab.run import run
@@ -215,3 +215,11 @@ def test_two_running_labs_must_be_told_apart(folder: Path) -> None:
         assert "choose one of" in runner.invoke(app, ["lab", "heal"]).output
         assert runner.invoke(app, ["lab", "heal", "--lab", other.id]).exit_code == 0
         assert len(one.truth.read_text().splitlines()) == 1
+
+
+def test_a_lab_that_is_open_is_not_opened_again(folder: Path) -> None:
+    with Lab(2) as opened:
+        with pytest.raises(RuntimeError, match="open already"), opened:
+            pass
+        assert len(registry.running()) == 1
+    assert registry.running() == []

@@ -61,7 +61,7 @@ def test_a_lab_that_breaks_down_ends_the_run(tmp_path: Path, folder: Path) -> No
     words = ["--hosts", "2", "--latency", "2ms", "--epochs", "10000", "--name", run.name, "--out", str(tmp_path)]
     process = thinwire("train", "digits", *words)
     until(lambda: is_training(run, 0))
-    entry, _ = registry.running()[0]
+    ((entry, _),) = registry.running()
     os.kill(entry.relay, signal.SIGKILL)
     _, err = process.communicate()
     assert process.returncode == 1

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,17 +116,16 @@ def ground_for(job: Job, folder: Path, say: Callable[[str], None]) -> Iterator[G
         yield OnLoopback(replace(job, link="loopback" if job.link == "auto" else job.link))
         return
     _keep_earlier(folder / TRUTH)
-    lab = Lab(job.hosts, job.schedule(), seed=job.seed, truth=folder / TRUTH)
-    try:
-        lab.__enter__()
-    except LabUnavailable as error:
-        if job.link == "lab":
-            raise
-        say(f"No lab here: {str(error).splitlines()[0]}")
-        say("thinwire's own links are shaped instead; plain DDP and its hooks are not slowed down.")
-        yield OnLoopback(replace(job, link="shaped"))
-        return
-    with lab:
+    with ExitStack() as ending:
+        try:
+            lab = ending.enter_context(Lab(job.hosts, job.schedule(), seed=job.seed, truth=folder / TRUTH))
+        except LabUnavailable as error:
+            if job.link == "lab":
+                raise
+            say(f"No lab here: {str(error).splitlines()[0]}")
+            say("thinwire's own links are shaped instead; plain DDP and its hooks are not slowed down.")
+            yield OnLoopback(replace(job, link="shaped"))
+            return
         for note in lab.schedule.notes:
             say(f"the network {lab.schedule.name}: {note}")
         yield InLab(replace(job, link="lab"), lab)

@@ -81,6 +81,8 @@ class Lab:
         self._start = 0.0
 
     def __enter__(self) -> Lab:
+        if self._relay is not None:
+            raise RuntimeError("this lab is open already: it is one `with` block's.")
         registry.clean()
         entry, folder = registry.register(hosts=self.hosts, network=self.schedule.name, truth=self._truth)
         self.id, self._truth = entry.id, entry.truth
