@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from thinwire.control.agreement import START, off
-from thinwire.control.hope import FARTHEST, PATIENCE
+from thinwire.control.hope import FARTHEST, PATIENCE, TRIAL
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Seen, View, way_of
 from thinwire.exchange import complete
@@ -142,6 +142,13 @@ def test_what_was_hoped_for_in_vain_is_hoped_for_half_as_readily() -> None:
         view = after_steps(view, DIRECT, 1, extra=0.002)
         assert view.assumed == HERE
     assert waits == [PATIENCE, 2 * PATIENCE, 4 * PATIENCE]
+
+
+def test_a_hope_that_only_makes_steps_longer_is_given_up() -> None:
+    view = after_steps(after_steps(begun(), DIRECT, 10, extra=0.002), DIRECT, PATIENCE, extra=0.002, told=False)
+    assert view.hope.factor == 2
+    view = after_steps(view, DIRECT, 2 * TRIAL, extra=0.04, told=False)
+    assert view.assumed == HERE and view.hope.patience == 2 * PATIENCE
 
 
 def test_on_another_network_all_that_was_in_vain_is_forgotten() -> None:

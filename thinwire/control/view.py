@@ -135,6 +135,7 @@ class View:
     Attributes:
         settling: for how many steps latency or rate have been on the move.
         rest: a step without its exchange.
+        whole: a step with it.
         extra: by way, what an exchange takes beyond its price and its computing.
         learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
@@ -147,6 +148,7 @@ class View:
     beta: float | None = None
     settling: int = 0
     rest: Running | None = None
+    whole: Running | None = None
     extra: Mapping[str, Running] = field(default_factory=dict)
     learned_on: Network | None = None
     held_back: tuple[Beyond, ...] = ()
@@ -189,7 +191,7 @@ class View:
         if told.beta_known > 0:
             hope = hope.after_a_look()
         elif seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
-            hope = hope.after_nothing()
+            hope = hope.after_nothing(view.whole.value if view.whole else 0.0)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
         return replace(view, hope=hope, settling=self.settling + 1 if moving else 0)
 
@@ -233,9 +235,15 @@ class View:
                 if oldest.is_of(network):
                     known = extras.get(oldest.way)
                     extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
-        rest = _after(self.rest, step - exchange)
         return replace(
-            self, rest=rest, hope=hope, compress=factors, extra=extras, learned_on=learned_on, held_back=held_back
+            self,
+            rest=_after(self.rest, step - exchange),
+            whole=_after(self.whole, step),
+            hope=hope,
+            compress=factors,
+            extra=extras,
+            learned_on=learned_on,
+            held_back=held_back,
         )
 
     # --- what follows from it
@@ -284,6 +292,7 @@ class View:
             "beta": self.beta,
             "settling": self.settling,
             "rest": plain(self.rest),
+            "whole": plain(self.whole),
             "extra": {key: plain(value) for key, value in self.extra.items()},
             "learned_on": None if self.learned_on is None else [self.learned_on.alpha, self.learned_on.beta],
             "held_back": [list(beyond) for beyond in self.held_back],
@@ -308,6 +317,7 @@ class View:
             beta=None if state["beta"] is None else float(state["beta"]),
             settling=int(state["settling"]),
             rest=running(state["rest"]),
+            whole=running(state["whole"]),
             extra=runnings(state["extra"]),
             learned_on=network(state["learned_on"]),
             held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
