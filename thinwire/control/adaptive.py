@@ -295,7 +295,7 @@ class Adaptive:
     def _candidates(self, judged: Iterable[_Judged]) -> Iterator[Candidate]:
         """Every way at the ratio at which it is best, of those that send enough; dense always does."""
         for each in judged:
-            safe = each.gains >= min(1.0, ROOM * self._least_gain(each.way.exchange))
+            safe = each.gains >= self._enough(each.way.exchange)
             if safe.any():
                 yield each.at(int(np.where(safe, each.costs, np.inf).argmin()))
 
@@ -349,6 +349,10 @@ class Adaptive:
             return self.least_gain
         return 0.0 if self.objective == "seconds" else safe_gain(exchange)
 
+    def _enough(self, exchange: str) -> float:
+        """The least gain to choose."""
+        return min(1.0, ROOM * self._least_gain(exchange))
+
     def _allows(self, plan: Plan) -> bool:
         """Not so of one that warming up has left behind, or a state of a run with other settings."""
         low, high = self.ratios
@@ -394,7 +398,7 @@ class Adaptive:
             solver=self.solver,
         )
         nearest = int(np.abs(ratios - ratio).argmin())
-        enough = [j.gains[nearest:] >= min(1.0, ROOM * self._least_gain(j.way.exchange)) for j in sparse]
+        enough = [j.gains[nearest:] >= self._enough(j.way.exchange) for j in sparse]
         found = [j.at(nearest + int(e.argmax())) for j, e in zip(sparse, enough, strict=True) if e.any()]
         return min([dense, *found], key=lambda c: c.seconds)
 
@@ -429,7 +433,7 @@ def _course_of_rate(standing: Standing, beta: float, hope: int) -> str:
     if hope > 1:
         return f"nobody has seen the rate for a while, and it may be {rate_of(beta)} by now"
     if standing.hope > 1 or standing.beta is None:
-        return f"the rate was seen again, and is {rate_of(beta)}"
+        return f"the rate is taken as it was last seen, {rate_of(beta)}"
     return f"rate went from {rate_of(standing.beta)} to {rate_of(beta)}"
 
 
