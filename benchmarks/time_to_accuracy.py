@@ -8,8 +8,8 @@ Every run trains the same CNN on Fashion-MNIST from the same seed on the same da
 lab, and keeps the parameters every second. Accuracy is worked out afterwards, so that it costs the run nothing. It is
 that of the mean of the last five models (Polyak & Juditsky 1992): a single one's goes up and down by 1.5 points from
 second to second, which would say more of luck than of the method. The runs of one network and seed follow each other in
-the same processes; before each the network is as at the beginning, and from its first step on it changes as its
-schedule says.
+the same processes, over connections of their own: those of the run before may still be recovering from what they met.
+Before each the network is as at the beginning, and from its first step on it changes as its schedule says.
 """
 
 from __future__ import annotations
@@ -207,16 +207,16 @@ def train_all(methods: list[str], seed: int, folder: str) -> None:
 
 def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], folder: Path) -> dict[str, Any]:
     """One run on this host. Its result, on the first."""
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.new_group()
     torch.manual_seed(seed)
     images, labels = data
-    model = DistributedDataParallel(net(), bucket_cap_mb=100)
+    model = DistributedDataParallel(net(), bucket_cap_mb=100, process_group=group)
     comm = attach(model, method, folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, fused=True)
     order = torch.Generator().manual_seed(1000 * seed + rank)
     kept, plans = [(0.0, 0, parameters(model))], list[Any]()
     steps, more = 0, torch.ones(1)  # steps to make before the hosts ask each other whether it is over
-    dist.barrier()
+    dist.barrier(group)
     (folder / f"{method}.begins").touch()
     begin = time.monotonic()
     while more:
@@ -232,9 +232,10 @@ def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], folde
             if comm is not None and rank == 0 and (not plans or plans[-1][1] != str(comm.plan)):
                 plans.append([round(elapsed, 2), str(comm.plan)])
         more[0] = 0 if elapsed > SECONDS else max(1, round(steps / elapsed))  # about a second
-        dist.broadcast(more, 0)
+        dist.broadcast(more, 0, group=group)
     if comm is not None:
         comm.close()
+    dist.destroy_process_group(group)
     if rank:
         return {}
     return {
@@ -250,9 +251,9 @@ def attach(model: DistributedDataParallel, method: str, folder: Path) -> Any:
     if "hook" not in plan:
         return thinwire.attach(model, **plan, records=str(folder / f"{method}.records"))
     if plan["hook"] == "fp16":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
     elif plan["hook"] == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        state = powerSGD_hook.PowerSGDState(model.process_group, matrix_approximation_rank=2, start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return None
 

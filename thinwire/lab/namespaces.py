@@ -37,6 +37,8 @@ _SYSCTLS = {
     # A wire of 1 Gbit/s and a round trip of 100 ms holds 12 MB, more than many kernels give a connection by default.
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 67108864",
+    # A new connection begins anew: what an earlier one met may be of a network that is no more.
+    "net/ipv4/tcp_no_metrics_save": "1",
     # Nothing here speaks IPv6, and its announcements would only be dropped.
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv6/conf/default/disable_ipv6": "1",
