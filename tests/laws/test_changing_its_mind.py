@@ -157,7 +157,7 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         net, seen = a_net(200_000), link.read_out
         sync = Synchronizer(net, link=link, records=path)
         link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
-        for number in range(PATIENCE + 10):
+        for number in range(PATIENCE + 25):
             step(sync, net, number, seconds=0.02)
         if link.rank == 0:
             capsys.readouterr()
@@ -165,7 +165,7 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         sync.close()
         return capsys.readouterr().out if link.rank == 0 else ""
 
-    text = ThreadWorld(3, Network(alpha=1e-3, beta=8e-8)).run(program)[0]
+    text = ThreadWorld(3, Network(alpha=2e-2, beta=8e-8)).run(program)[0]
     assert "100 Mbit/s per host, in the hope of 200 Mbit/s" in text
     hoped = [r for r in records.read(path) if r["kind"] == "decision" and r["hope"] > 1]
     assert hoped and all(decision["beta"] == pytest.approx(8e-8, rel=0.01) for decision in hoped)

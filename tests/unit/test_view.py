@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from thinwire.control.agreement import START, off
-from thinwire.control.hope import FARTHEST, PATIENCE, TRIAL
+from thinwire.control.hope import FARTHEST, HINTS, PATIENCE, Hope
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Seen, View, way_of
 from thinwire.exchange import complete
@@ -44,6 +44,11 @@ def after_steps(view: View, plan: Plan, number: int, extra: float, truth: Networ
     return view
 
 
+def near(seconds: float) -> object:
+    """Latency and rate are priced within half a per cent of what they are."""
+    return pytest.approx(seconds, abs=0.005 * PRICES.seconds(way_of(RING), RING.ratio, HERE))
+
+
 def extra_of(view: View, plan: Plan, runs: Plan | None = None) -> float:
     """While that runs, or the plan itself."""
     way = way_of(plan)
@@ -55,22 +60,22 @@ def test_a_way_that_has_not_run_is_held_to_take_as_much_beyond_its_price_as_the_
     view = after_steps(begun(), DIRECT, 10, extra=0.002)
     view = after_steps(view, RING, 10, extra=0.006)
     star = complete("star-topk", 0.01, "ring")
-    assert extra_of(view, DIRECT) == pytest.approx(0.002) and extra_of(view, RING) == pytest.approx(0.006)
-    assert extra_of(view, star, runs=RING) == pytest.approx(0.006)
-    assert extra_of(view, star, runs=DIRECT) == pytest.approx(0.002)
+    assert extra_of(view, DIRECT) == near(0.002) and extra_of(view, RING) == near(0.006)
+    assert extra_of(view, star, runs=RING) == near(0.006)
+    assert extra_of(view, star, runs=DIRECT) == near(0.002)
 
 
 def test_what_two_ways_took_beyond_their_prices_does_not_decide_between_them_while_they_are_close() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.002)
     view = after_steps(view, RING, 10, extra=0.012)
-    assert extra_of(view, DIRECT, runs=RING) == extra_of(view, RING) == pytest.approx(0.012)
+    assert extra_of(view, DIRECT, runs=RING) == extra_of(view, RING) == near(0.012)
 
 
 def test_but_a_way_that_was_seen_to_take_far_longer_is_not_taken_for_as_fast_as_its_price() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.3)
     view = after_steps(view, RING, 10, extra=0.006)
     doubt = DOUBT * (REST + PRICES.seconds(way_of(DIRECT), DIRECT.ratio, HERE))
-    assert extra_of(view, DIRECT, runs=RING) == pytest.approx(0.3 - doubt)
+    assert extra_of(view, DIRECT, runs=RING) == near(0.3 - doubt)
 
 
 def test_nor_is_every_other_way_held_to_be_as_slow_as_one_that_is_out_of_proportion() -> None:
@@ -89,13 +94,13 @@ def test_what_a_way_took_on_another_network_is_no_reason_not_to_try_it_again() -
 def test_a_network_that_is_nearly_the_same_leaves_all_that_was_learned() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.3)
     view = after_steps(view, RING, 10, extra=0.005, truth=replace(HERE, beta=HERE.beta * 1.2))
-    assert extra_of(view, DIRECT) == pytest.approx(0.3)
+    assert extra_of(view, DIRECT) == near(0.3)
 
 
 def test_one_step_that_took_long_is_not_believed_before_the_network_is_seen_to_be_the_same() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.002)
     view = after_steps(view, DIRECT, HELD_BACK - 1, extra=0.5)
-    assert extra_of(view, DIRECT) == pytest.approx(0.002)
+    assert extra_of(view, DIRECT) == near(0.002)
 
 
 def test_what_a_way_takes_on_another_network_is_learned_within_a_few_steps_of_trust() -> None:
@@ -112,60 +117,97 @@ def test_on_the_same_network_one_exchange_that_hangs_moves_it_by_no_more_than_a_
     assert 0.002 < extra_of(view, DIRECT) < 0.002 + 0.11 * usual
 
 
+def unseen(view: View, number: int, plan: Plan = DIRECT, extra: float = 0.002, truth: Network = HERE) -> View:
+    return after_steps(view, plan, number, extra, truth, told=False)
+
+
+def known(plan: Plan = DIRECT) -> View:
+    """Steps of this plan take what they take on this network, and the rate was seen."""
+    return after_steps(begun(), plan, 10, extra=0.002)
+
+
+TINY = complete("topk-allgather", 0.0001, "direct")  # whose bytes take so little time that no rate shows in it
+
+
 def test_a_network_that_has_become_too_fast_to_see_is_told_by_the_time_that_is_saved() -> None:
-    view = after_steps(begun(), DIRECT, 10, extra=0.002)
-    view = after_steps(view, DIRECT, 15, extra=0.002, truth=replace(HERE, beta=HERE.beta / 10), told=False)
+    view = unseen(known(), 15, truth=replace(HERE, beta=HERE.beta / 10))
     assert view.assumed is not None and HERE.beta / 20 < view.assumed.beta < HERE.beta / 3
 
 
-def test_but_the_rate_does_not_rise_without_end_when_it_is_computing_that_has_become_faster() -> None:
+def test_three_exchanges_that_take_less_are_reason_enough_and_two_are_not() -> None:
+    faster = replace(HERE, beta=HERE.beta / 10)
+    assert unseen(known(), HINTS - 1, truth=faster).hope.factor == 1
+    assert unseen(known(), HINTS, truth=faster).hope.factor == 2
+
+
+def test_where_a_rise_would_show_in_the_time_of_exchanges_nothing_is_hoped_for_without_a_reason() -> None:
+    assert unseen(known(), 20 * PATIENCE).hope == Hope()
+
+
+def test_the_rate_does_not_rise_without_end_when_it_is_computing_that_has_become_faster() -> None:
     view = after_steps(begun(), DIRECT, 10, extra=0.1)
-    view = after_steps(view, DIRECT, 600, extra=0.0, told=False)
-    assert view.assumed is not None and view.assumed.beta == pytest.approx(HERE.beta / FARTHEST)
+    view = unseen(view, 600, extra=0.0)
+    assert view.assumed is not None and view.assumed.beta >= HERE.beta / FARTHEST
 
 
-def test_a_rate_that_nobody_sees_may_be_twice_as_high_after_a_while_but_is_not_said_to_be_measured() -> None:
-    view = after_steps(begun(), DIRECT, 10, extra=0.002)
-    view = after_steps(view, DIRECT, PATIENCE - 1, extra=0.002, told=False)
+def test_a_rate_that_nobody_can_see_may_be_twice_as_high_after_a_while_but_is_not_said_to_be_measured() -> None:
+    view = unseen(known(TINY), PATIENCE - 1, TINY)
     assert view.assumed == view.network == HERE
-    view = after_steps(view, DIRECT, 1, extra=0.002, told=False)
+    view = unseen(view, 1, TINY)
     assert view.assumed == replace(HERE, beta=HERE.beta / 2) and view.network == HERE
 
 
 def test_what_was_hoped_for_in_vain_is_hoped_for_half_as_readily() -> None:
-    view, waits = after_steps(begun(), DIRECT, 10, extra=0.002), []
+    view, waits = known(TINY), []
     for _ in range(3):
         steps = 0
         while view.assumed == HERE:
-            view, steps = after_steps(view, DIRECT, 1, extra=0.002, told=False), steps + 1
+            view, steps = unseen(view, 1, TINY), steps + 1
         waits.append(steps)
-        view = after_steps(view, DIRECT, 1, extra=0.002)
+        view = after_steps(view, TINY, 1, extra=0.002)  # and the rate is seen
         assert view.assumed == HERE
     assert waits == [PATIENCE, 2 * PATIENCE, 4 * PATIENCE]
 
 
-def test_a_hope_that_only_makes_steps_longer_is_given_up() -> None:
-    view = after_steps(after_steps(begun(), DIRECT, 10, extra=0.002), DIRECT, PATIENCE, extra=0.002, told=False)
+def test_when_more_is_sent_and_takes_as_long_as_at_the_old_rate_the_hope_is_given_up_within_a_few_steps() -> None:
+    view = unseen(after_steps(known(), TINY, 10, extra=0.002), PATIENCE, TINY)
     assert view.hope.factor == 2
-    view = after_steps(view, DIRECT, 2 * TRIAL, extra=0.04, told=False)
+    view = unseen(view, 3, DIRECT)
     assert view.assumed == HERE and view.hope.patience == 2 * PATIENCE
 
 
+def test_when_it_takes_as_little_as_was_hoped_for_more_is_hoped_for_at_once_and_no_more_than_is_true() -> None:
+    view = unseen(after_steps(known(), TINY, 10, extra=0.002), PATIENCE, TINY)
+    factors = []
+    for _ in range(60):
+        view = unseen(view, 1, DIRECT, truth=replace(HERE, beta=HERE.beta / 4))
+        factors.append(view.hope.factor)
+    assert factors.index(4) < 8
+    assert factors[30:] == [4] * 30
+
+
+def test_while_it_is_open_what_comes_of_a_hope_nothing_is_learned_from_how_long_exchanges_take() -> None:
+    view = unseen(after_steps(known(), TINY, 10, extra=0.002), PATIENCE, TINY)
+    for _ in range(6):
+        view = unseen(view, 1, DIRECT)
+        assert extra_of(view, DIRECT) == pytest.approx(0.002, rel=0.01)
+
+
 def test_on_another_network_all_that_was_in_vain_is_forgotten() -> None:
-    view = after_steps(after_steps(begun(), DIRECT, 10, extra=0.002), DIRECT, PATIENCE, extra=0.002, told=False)
-    view = after_steps(view, DIRECT, 1, extra=0.002)
+    view = after_steps(unseen(known(TINY), PATIENCE, TINY), TINY, 1, extra=0.002)
     assert view.hope.patience == 2 * PATIENCE
-    view = after_steps(view, DIRECT, 1, extra=0.002, truth=replace(HERE, alpha=2 * HERE.alpha))
+    view = after_steps(view, TINY, 1, extra=0.002, truth=replace(HERE, alpha=2 * HERE.alpha))
     assert view.hope.patience == PATIENCE
 
 
-def test_a_hope_that_comes_true_is_the_new_rate_and_there_may_be_more() -> None:
-    view = after_steps(begun(), DIRECT, 10, extra=0.002)
+def test_a_hope_that_is_seen_to_be_true_is_the_new_rate_and_there_may_be_more() -> None:
+    view = known(TINY)
     for _ in range(2):
-        view = after_steps(view, DIRECT, PATIENCE, extra=0.002, told=False)
+        view = unseen(view, PATIENCE + 10, TINY)
         assert view.assumed is not None and view.assumed != view.network
-        view = after_steps(view, DIRECT, 1, extra=0.002, truth=view.assumed)
+        view = after_steps(view, TINY, 1, extra=0.002, truth=view.assumed)
         assert view.hope.factor == 1 and view.hope.patience == PATIENCE and view.network == view.assumed
+        view = after_steps(view, TINY, 10, extra=0.002, truth=view.assumed)
 
 
 def test_a_view_comes_back_from_json_as_it_was() -> None:

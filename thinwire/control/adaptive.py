@@ -28,7 +28,8 @@ EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 13
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
-PAUSE_SECONDS = 2.0  # between two decisions that no change of the network asks for
+PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
+URGENT = 0.4  # by so much, or by what makes a change if that is more
 
 
 class Candidate(NamedTuple):
@@ -266,18 +267,23 @@ class Adaptive:
             return "the plan in force is out of bounds"
         if step - standing.since < self.patience or 0 < view.settling < self.patience:
             return None
-        if _changed(standing.alpha, view.assumed.alpha, self.change):
+        age = step - standing.since
+        is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
+        change = self.change if is_rested else max(self.change, URGENT)
+        if _changed(standing.alpha, view.assumed.alpha, change):
             return f"latency went from {_short(standing.alpha)} to {_short(view.assumed.alpha)}"
-        if _changed(standing.beta, view.assumed.beta, self.change):
+        if _changed(standing.beta, view.assumed.beta, change):
             return _course_of_rate(standing, view.assumed.beta, view.hope.factor)
-        now = self.judge(standing.plan, view, view.assumed, prices)
-        if now.gain < self._least_gain(standing.plan.exchange):
-            return f"gain would fall to {now.gain:.2g}, under the least allowed"
+        gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
+        if gain < self._least_gain(standing.plan.exchange):
+            return f"gain would fall to {gain:.2g}, under the least allowed"
         if standing.gain is None:
             return "ratios were tried out"
-        lasted = (step - standing.since) * max(standing.seconds, now.seconds)
-        if lasted < PAUSE_SECONDS and not standing.guessed:
-            return None  # to decide takes some milliseconds, and what follows is slow to change or noise
+        if age % self.patience:
+            return None  # what follows is slow to change
+        now = self.judge(standing.plan, view, view.assumed, prices)
+        if not standing.guessed and age * max(standing.seconds, now.seconds) < PAUSE_SECONDS:
+            return None
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
@@ -369,7 +375,7 @@ class Adaptive:
     def _choose(self, best: Candidate, standing: Standing, now: Candidate) -> Candidate:
         """The best, unless what runs already is nearly as good."""
         enough = now.gain >= self._least_gain(now.plan.exchange)
-        if standing.alpha is None or not enough or not self._allows(now.plan):
+        if standing.alpha is None or standing.guessed or not enough or not self._allows(now.plan):
             return best
         if self.objective == "knee":
             near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio

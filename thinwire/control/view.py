@@ -18,6 +18,7 @@ what was learned of another way on another network is forgotten, so that it may 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -38,7 +39,8 @@ Floats = NDArray[np.float64]
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
 SOONER = 0.5  # of one that is far below it: many things make a step longer than it is, and few make it shorter
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
-NOTICEABLE = 0.15  # of what it takes: an exchange that takes so much less than it did was not just lucky
+NOTICEABLE = 0.15  # of what an exchange takes: so much more or less is usual, and beyond that it means something
+WELL_KNOWN = 5  # samples from which on it can be told what is more or less than usual
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
 HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
@@ -112,6 +114,16 @@ def _has_moved(before: float | None, after: float | None) -> bool:
     return before is not None and after is not None and abs(after - before) > MOVING * before
 
 
+@functools.lru_cache(maxsize=256)  # every step asks for that of the plan in force
+def _compress_seconds(way: Way, ratio: float, numel: int, world_size: int) -> float:
+    return float(compress_seconds(way, np.array([ratio]), numel, world_size)[0])
+
+
+def _coarse(value: float) -> float:
+    """Within half a per cent, so that numbers which hardly move need not be priced anew at every step."""
+    return rounded(math.exp(round(math.log(value) * 100) / 100))
+
+
 class Beyond(NamedTuple):
     """What an exchange took beyond its price and its computing, and the network as it was held to be then."""
 
@@ -135,7 +147,6 @@ class View:
     Attributes:
         settling: for how many steps latency or rate have been on the move.
         rest: a step without its exchange.
-        whole: a step with it.
         extra: by way, what an exchange takes beyond its price and its computing.
         learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
@@ -148,7 +159,6 @@ class View:
     beta: float | None = None
     settling: int = 0
     rest: Running | None = None
-    whole: Running | None = None
     extra: Mapping[str, Running] = field(default_factory=dict)
     learned_on: Network | None = None
     held_back: tuple[Beyond, ...] = ()
@@ -187,13 +197,8 @@ class View:
         if seen.before is not None and told.step_seconds >= told.exchange_seconds > 0:
             times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
             view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
-        hope = view.hope
-        if told.beta_known > 0:
-            hope = hope.after_a_look()
-        elif seen.plan.collective != "torch":  # which shows nothing, and is told of seldom
-            hope = hope.after_nothing(view.whole.value if view.whole else 0.0)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
-        return replace(view, hope=hope, settling=self.settling + 1 if moving else 0)
+        return replace(view, settling=self.settling + 1 if moving else 0)
 
     def _with_gain(self, seen: Seen) -> View:
         told, gains = seen.told, self.gains
@@ -207,44 +212,57 @@ class View:
     def _with_times(
         self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
     ) -> View:
-        way, network, measured = way_of(plan), self.assumed, self.network
-        factors, extras, held_back, hope = dict(self.compress), dict(self.extra), self.held_back, self.hope
-        learned_on = self.learned_on or measured
-        if learned_on is not None and measured is not None and not _are_near(learned_on, measured, ANOTHER):
-            learned_on, hope = measured, Hope()
-            extras = {name: running for name, running in extras.items() if name == str(way)}
-            if rate_is_new:  # and not guessed from what is to be learned anew
-                extras = {name: Running(running.value) for name, running in extras.items()}
-        modelled = float(compress_seconds(way, np.array([plan.ratio]), prices.numel, prices.world_size)[0])
+        way, factors = way_of(plan), dict(self.compress)
+        modelled = _compress_seconds(way, plan.ratio, prices.numel, prices.world_size)
         if modelled > 0 and compress > 0:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
-        if network is not None:
-            price = prices.seconds(way, plan.ratio, network)
-            beyond, usual = exchange - compress - price - self.handling(way, prices), extras.get(str(way))
-            change = 0.0 if usual is None or usual.samples < 3 or way.collective == "torch" else beyond - usual.value
-            moving, noticeable = 0.0, NOTICEABLE * exchange
-            if -change > noticeable and not rate_is_new:
-                moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
-            if moving > noticeable:
-                hope = hope.after_a_hint()
-            else:
-                held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
-            if len(held_back) > HELD_BACK:
-                oldest, *others = held_back
-                held_back = tuple(others)
-                if oldest.is_of(network):
-                    known = extras.get(oldest.way)
-                    extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
-        return replace(
-            self,
-            rest=_after(self.rest, step - exchange),
-            whole=_after(self.whole, step),
-            hope=hope,
-            compress=factors,
-            extra=extras,
-            learned_on=learned_on,
-            held_back=held_back,
-        )
+        view = replace(self, rest=_after(self.rest, step - exchange), compress=factors)
+        return view._on_this_network(way, rate_is_new)._with_beyond(plan, exchange, compress, rate_is_new, prices)
+
+    def _on_this_network(self, way: Way, rate_is_new: bool) -> View:
+        """Without what was learned of other ways on another one."""
+        learned_on = self.learned_on or self.network
+        if learned_on is None or self.network is None or _are_near(learned_on, self.network, ANOTHER):
+            return self if learned_on is self.learned_on else replace(self, learned_on=learned_on)
+        extras = {name: running for name, running in self.extra.items() if name == str(way)}
+        if rate_is_new:  # and not guessed from what is to be learned anew
+            extras = {name: Running(running.value) for name, running in extras.items()}
+        return replace(self, learned_on=self.network, hope=Hope(), extra=extras)
+
+    def _with_beyond(self, plan: Plan, exchange: float, compress: float, rate_is_new: bool, prices: Prices) -> View:
+        way, network = way_of(plan), self.assumed
+        if network is None:
+            return self
+        network = Network(alpha=_coarse(network.alpha), beta=_coarse(network.beta))
+        price = prices.seconds(way, plan.ratio, network)
+        moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
+        beyond = exchange - compress - price - self.handling(way, prices)
+        hope = self.hope.after_a_look() if rate_is_new else self._hope_after(way, beyond, moving, exchange)
+        extras, held_back = dict(self.extra), self.held_back
+        if not hope.is_open:  # or it may be the rate that is not what it is held to be
+            held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
+        if len(held_back) > HELD_BACK:
+            oldest, *others = held_back
+            held_back = tuple(others)
+            if oldest.is_of(network):
+                known = extras.get(oldest.way)
+                extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
+        return replace(self, hope=hope, extra=extras, held_back=held_back)
+
+    def _hope_after(self, way: Way, beyond: float, moving: float, exchange: float) -> Hope:
+        """What to hope for after an exchange that showed no rate, in which moving bytes is held to take so long."""
+        usual = self.extra.get(str(way)) or min(self.extra.values(), key=lambda known: known.value, default=None)
+        if way.collective == "torch" or usual is None or usual.samples < WELL_KNOWN:
+            return self.hope  # with nothing to compare it with
+        late, noise = beyond - usual.value, NOTICEABLE * exchange
+        if self.hope.factor > 1:
+            hope = self.hope.after_an_exchange(late / noise, moving / noise)
+        elif min(-late, moving) > noise:
+            hope = self.hope.after_a_hint()
+        else:
+            hope = self.hope
+        would_show = moving / 2 > noise  # in how long an exchange takes, if the rate had doubled
+        return hope if would_show else hope.after_nothing()
 
     # --- what follows from it
 
@@ -292,7 +310,6 @@ class View:
             "beta": self.beta,
             "settling": self.settling,
             "rest": plain(self.rest),
-            "whole": plain(self.whole),
             "extra": {key: plain(value) for key, value in self.extra.items()},
             "learned_on": None if self.learned_on is None else [self.learned_on.alpha, self.learned_on.beta],
             "held_back": [list(beyond) for beyond in self.held_back],
@@ -317,7 +334,6 @@ class View:
             beta=None if state["beta"] is None else float(state["beta"]),
             settling=int(state["settling"]),
             rest=running(state["rest"]),
-            whole=running(state["whole"]),
             extra=runnings(state["extra"]),
             learned_on=network(state["learned_on"]),
             held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
