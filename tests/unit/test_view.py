@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from thinwire.control.agreement import START, off
-from thinwire.control.hope import FARTHEST, HINTS, PATIENCE, Hope
+from thinwire.control.hope import FARTHEST, PATIENCE, Hope
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Seen, View, way_of
 from thinwire.exchange import complete
@@ -134,10 +134,28 @@ def test_a_network_that_has_become_too_fast_to_see_is_told_by_the_time_that_is_s
     assert view.assumed is not None and HERE.beta / 20 < view.assumed.beta < HERE.beta / 3
 
 
-def test_three_exchanges_that_take_less_are_reason_enough_and_two_are_not() -> None:
+def test_three_exchanges_that_take_far_less_are_reason_enough_and_two_are_not() -> None:
     faster = replace(HERE, beta=HERE.beta / 10)
-    assert unseen(known(), HINTS - 1, truth=faster).hope.factor == 1
-    assert unseen(known(), HINTS, truth=faster).hope.factor == 2
+    assert unseen(known(), 2, truth=faster).hope.factor == 1
+    assert unseen(known(), 3, truth=faster).hope.factor == 2
+
+
+def test_nor_are_single_ones_among_others_that_take_what_they_did() -> None:
+    view = known()
+    for _ in range(100):
+        view = unseen(unseen(view, 1, truth=replace(HERE, beta=HERE.beta / 10)), 3)
+        assert view.hope.factor == 1
+
+
+def test_after_hopes_in_vain_it_takes_more_of_them() -> None:
+    faster, view = replace(HERE, beta=HERE.beta / 10), known()
+    for patience, needed in ((20, 3), (40, 6), (80, 12)):
+        assert view.hope.patience == patience
+        assert unseen(view, needed - 1, truth=faster).hope.factor == 1
+        view = unseen(view, needed, truth=faster)
+        assert view.hope.factor == 2
+        view = unseen(view, 3)
+        assert view.hope.factor == 1
 
 
 def test_where_a_rise_would_show_in_the_time_of_exchanges_nothing_is_hoped_for_without_a_reason() -> None:

@@ -255,12 +255,7 @@ class View:
         if way.collective == "torch" or usual is None or usual.samples < WELL_KNOWN:
             return self.hope  # with nothing to compare it with
         late, noise = beyond - usual.value, NOTICEABLE * exchange
-        if self.hope.factor > 1:
-            hope = self.hope.after_an_exchange(late / noise, moving / noise)
-        elif min(-late, moving) > noise:
-            hope = self.hope.after_a_hint()
-        else:
-            hope = self.hope
+        hope = self.hope.after_an_exchange(late / noise, moving / noise)
         would_show = moving / 2 > noise  # in how long an exchange takes, if the rate had doubled
         return hope if would_show else hope.after_nothing()
 
