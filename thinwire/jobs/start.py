@@ -17,7 +17,7 @@ from rich.console import Console
 
 from thinwire.jobs import digits, fashion, outcome
 from thinwire.jobs.ground import ground_for
-from thinwire.jobs.job import RECORDS, Job, write_job
+from thinwire.jobs.job import RECORDS, Job, Mistake, write_job
 from thinwire.jobs.live import say, view_of
 from thinwire.jobs.method import Method
 from thinwire.jobs.outcome import Outcome
@@ -35,25 +35,39 @@ def new_folder(job: Job, stem: str = "") -> Path:
     Args:
         stem: of a comparison's folder; a run's is made of its task and method.
     """
+    _make_out(Path(job.out))
     if job.name is None:
-        return _numbered(Path(job.out), stem or f"{job.task}-{job.method}")
-    folder = Path(job.out) / job.name
+        return _first_that_can_be_made(job, stem)
+    folder = folder_of(job)
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir()
     except FileExistsError:
         go_on = "" if stem else f"go on with it by --resume {folder}, or "  # a comparison cannot
         raise ValueError(f"{folder} exists already: {go_on}choose another --name.") from None
     return folder
 
 
-def _numbered(out: Path, stem: str) -> Path:
-    safe = re.sub(r"[^A-Za-z0-9.]+", "-", stem).strip("-.")
+def folder_of(job: Job, number: int = 1, stem: str = "") -> Path:
+    """Where a run of the job would be: of one without a name, the one with this number."""
+    safe = re.sub(r"[^A-Za-z0-9.]+", "-", stem or f"{job.task}-{job.method}").strip("-.")
+    return Path(job.out) / (f"{safe}-{number}" if job.name is None else job.name)
+
+
+def _first_that_can_be_made(job: Job, stem: str) -> Path:
     for number in itertools.count(1):
         with suppress(FileExistsError):
-            folder = out / f"{safe}-{number}"
-            folder.mkdir(parents=True)
+            folder = folder_of(job, number, stem)
+            folder.mkdir()
             return folder
     raise AssertionError("numbers do not end.")
+
+
+def _make_out(out: Path) -> None:
+    """Apart from what is in it: that there is something else in its place must not pass for a name that is taken."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise Mistake("out", f"{out} cannot be the folder of runs: it, or what it is in, is no folder.") from None
 
 
 def refuse_early(job: Job) -> None:
