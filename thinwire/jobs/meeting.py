@@ -21,17 +21,22 @@ LOOK_SECONDS = 0.02
 _START = "thinwire/start"
 
 
-def meet(job: Job) -> None:
-    """Make the process group of all workers."""
+def meet(job: Job) -> Store | None:
+    """Make the process group of all workers. Gives the store of the agent that starts them, if it has one.
+
+    What one start leaves there the next one finds, as long as it is the same torchrun's.
+    """
     timeout = timedelta(seconds=job.timeout)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             dist.init_process_group("gloo", timeout=timeout)
-            return
+            return None
+        store: Store
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         own = of_this_start(store, rank, world_size, job.timeout)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
+        return store
     except dist.DistNetworkError as error:
         port = os.environ.get("MASTER_PORT")
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):

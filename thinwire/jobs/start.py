@@ -35,16 +35,21 @@ def new_folder(job: Job, stem: str = "") -> Path:
     Args:
         stem: of a comparison's folder; a run's is made of its task and method.
     """
-    _make_out(Path(job.out))
+    make_out(Path(job.out))
     if job.name is None:
         return _first_that_can_be_made(job, stem)
     folder = folder_of(job)
     try:
         folder.mkdir()
     except FileExistsError:
-        go_on = "" if stem else f"go on with it by --resume {folder}, or "  # a comparison cannot
-        raise ValueError(f"{folder} exists already: {go_on}choose another --name.") from None
+        raise ValueError(exists_already(folder, can_go_on=not stem)) from None
     return folder
+
+
+def exists_already(folder: Path, can_go_on: bool = True) -> str:
+    """Of a run, which can go on where it is; a comparison cannot."""
+    go_on = f"go on with it by --resume {folder}, or " if can_go_on else ""
+    return f"{folder} exists already: {go_on}choose another --name."
 
 
 def folder_of(job: Job, number: int = 1, stem: str = "") -> Path:
@@ -62,7 +67,7 @@ def _first_that_can_be_made(job: Job, stem: str) -> Path:
     raise AssertionError("numbers do not end.")
 
 
-def _make_out(out: Path) -> None:
+def make_out(out: Path) -> None:
     """Apart from what is in it: that there is something else in its place must not pass for a name that is taken."""
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -69,11 +69,13 @@ def work(folder: Path | None, job: Job | None = None, with_report: bool = False)
 
 
 def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) -> int:
-    meet(job)
+    store = meet(job)
     goes_on = folder is not None
+    if with_report:
+        torchrun.require_one_job(job, goes_on)
     if folder is None:
         job = replace(job, hosts=dist.get_world_size())
-        folder = torchrun.shared_folder(job)
+        folder = torchrun.shared_folder(job, store)
     elif job.hosts != dist.get_world_size():
         raise ValueError(f"{folder} is a run of {job.hosts} workers, and here are {dist.get_world_size()}.")
     is_host = with_report and dist.get_rank() == 0
