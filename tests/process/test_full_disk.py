@@ -53,6 +53,34 @@ def test_a_disk_that_becomes_full_is_told_of_at_once_and_at_the_end(disk: Path, 
     assert f"done: step {steps} of {steps} (recorded up to step {known['recorded']})" in told.out
 
 
+# Its worker may write no large files, and draws a bar as tqdm does: without ever ending its line.
+DRAWING = """
+import resource, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def loss(answer, y):
+    sys.stderr.write("\\r  7%|###")
+    return nn.functional.cross_entropy(answer, y)
+
+def make():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    x = torch.randn(64, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    return nn.Sequential(nn.Linear(4, 20_000), nn.Linear(20_000, 2)), loss, loader, loader
+"""
+
+
+def test_what_cannot_be_saved_is_told_though_the_users_own_line_is_unfinished(tmp_path: Path) -> None:
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    words = ["--hosts", "1", "--method", "ddp", "--steps", "3", "--name", "run", "--out", str(tmp_path)]
+    code, _, err = done("train", "drawing:make", *words, cwd=tmp_path)
+    unsaved = "the checkpoint of step 3 could not be saved (File too large); there is none yet."
+    assert unsaved in err.splitlines() and f"thinwire train: worker 0: {unsaved}" in err.splitlines()
+    assert code == 1 and outcome.read(tmp_path / "run")["message"] == f"worker 0: {unsaved}"
+
+
 def test_a_comparison_on_a_disk_that_becomes_full_shows_what_it_has(disk: Path) -> None:
     words = ["--hosts", "2", "--methods", "ddp,dense:ring", "--steps", "30", "--checkpoint-every", "0", "--json"]
     process = thinwire("compare", "digits", *words, "--name", "both", "--out", str(disk))

@@ -41,6 +41,18 @@ def test_of_an_interrupt_rank_0_knows_more(tmp_path: Path) -> None:
     assert outcome.read(tmp_path)["message"] == "interrupted by SIGINT."
 
 
+def test_what_rank_0_wrote_down_counts_though_nobody_heard_it(tmp_path: Path) -> None:
+    outcome.note(tmp_path, how="done", message="the records end here: No space left on device.", steps=7)
+    told = outcome.conclude(tmp_path, Outcome(how="done"))
+    assert told == Outcome(how="done", code=1, message="the records end here: No space left on device.")
+    assert outcome.read(tmp_path)["message"] == told.message
+    heard = Outcome(how="done", code=1, message="worker 0: the records end here: No space left on device.")
+    assert outcome.conclude(tmp_path, heard) == heard and outcome.read(tmp_path)["message"] == heard.message
+    outcome.begin(tmp_path)
+    outcome.note(tmp_path, how="done")
+    assert outcome.conclude(tmp_path, Outcome(how="done")) == Outcome(how="done")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2, "how": "done"}'])
 def test_a_file_that_says_nothing_is_as_good_as_none(content: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(content)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,19 @@ def note(folder: Path, **facts: Any) -> None:
         _write(folder / FILE, read(folder) | facts)
 
 
-def conclude(folder: Path, outcome: Outcome) -> None:
-    """Write down how it ended, as whoever started the workers saw it. Of an interrupt rank 0 knows more."""
+def conclude(folder: Path, outcome: Outcome) -> Outcome:
+    """Write down how it ended, as whoever started the workers saw it, and give that with what rank 0 knows besides.
+
+    Of an interrupt it knows more, and what is not well it has written down though nobody may have heard it.
+    """
     known = read(folder)
+    unheard = known["message"] if known["how"] == outcome.how == "done" and not outcome.message else ""
+    if unheard:
+        outcome = replace(outcome, code=1, message=unheard)
     message = known["message"] if known["how"] == outcome.how == "interrupted" else outcome.message
     log = [line[:LONGEST] for line in outcome.log]
     note(folder, how=outcome.how, message=message[:LONGEST], log=log)
+    return outcome
 
 
 def note_recorded(folder: Path, steps: int) -> None:

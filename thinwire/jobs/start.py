@@ -185,5 +185,4 @@ def conduct(
         with closing(view_of(ground.job, folder, console, title, goes_on)) as view:
             ended = run_workers(ground, folder, view, interrupts)
         outcome.note_recorded(folder, view.progress.step)
-        outcome.conclude(folder, ended)
-        return ended
+        return outcome.conclude(folder, ended)

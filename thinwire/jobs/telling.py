@@ -11,8 +11,9 @@ from typing import TextIO
 
 from thinwire.errors import ThinwireWarning
 
-NOTE = re.compile(r"thinwire: note: (.+)")
-SENTENCE = re.compile(r"thinwire: (?:worker \d+: )?(.+)")
+# The user's own code may have left its line unfinished, as a progress bar does, and then ours stands at its end.
+NOTE = re.compile(r".*thinwire: note: (.+)")
+SENTENCE = re.compile(r"(?:.*thinwire: worker \d+: |thinwire: )(.+)")
 LOST = "the connection to another worker is lost"
 CONSEQUENCE = re.compile(rf"{LOST}|rank \d+ lost rank \d+")  # somebody else failed first
 

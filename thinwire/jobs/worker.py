@@ -92,7 +92,7 @@ def _work(folder: Path | None, job: Job, leaving: Leaving, with_report: bool) ->
         raise
     training.close()
     if ending.how == "failed" and dist.get_rank() == 0:
-        print(f"thinwire: {ending.message}", file=sys.stderr, flush=True)
+        telling.say(ending.message)
     elif training.trouble:
         telling.say(training.trouble)
     if is_host:
