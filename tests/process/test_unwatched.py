@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -58,6 +59,16 @@ def test_a_result_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     _, err = process.communicate()
     assert process.returncode != 0
     assert b"thinwire train: No space left on device." in err and came_to_its_end(tmp_path / "run")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_was_closed_before_it_began_does_not_end_the_run(tmp_path: Path, closed: str) -> None:
+    words = command("train", "digits", "--hosts", "1", "--steps", "3", "--name", "run", "--out", str(tmp_path))
+    line = f"exec {shlex.join(words)} {closed}"
+    ended = subprocess.run(["sh", "-c", line], cwd=ROOT, env={**os.environ, **PLAIN}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("done: step 3 of 3") == (closed == "2>&-")
+    assert outcome.read(tmp_path / "run")["steps"] == 3 and (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint_and_a_report(tmp_path: Path) -> None:

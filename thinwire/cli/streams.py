@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EIO, EPIPE
+from pathlib import Path
 from typing import Any, TextIO, cast
+
+STDERR = 2  # the last of the standard streams' descriptors
 
 
 @contextmanager
@@ -15,15 +18,26 @@ def outlived() -> Iterator[None]:
     """While this is open, stdout and stderr lead to nowhere once their reader or their terminal has gone.
 
     What is told on stderr while a run goes on is not worth its end, so there any other failure, as of a disk that is
-    full, counts too. What came of it must be written to stdout if somebody waits for it there.
+    full, counts too. What came of it must be written to stdout if somebody waits for it there. One that was closed
+    from the beginning leads to nowhere too.
     """
     before = sys.stdout, sys.stderr
-    gone = _Outlived(sys.stdout, lambda error: error.errno in (EPIPE, EIO)), _Outlived(sys.stderr, lambda error: True)
-    sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in gone)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    _fill_descriptors()
+    with Path(os.devnull).open("w") as nowhere:
+        out = _Outlived(sys.stdout or nowhere, lambda error: error.errno in (EPIPE, EIO))
+        err = _Outlived(sys.stderr or nowhere, lambda error: True)
+        sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in (out, err))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _fill_descriptors() -> None:
+    """Put nothing in the place of a standard stream that was closed: the next file to be opened would take it."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(free, True)
+    os.close(free)
 
 
 class _Outlived:
