@@ -40,6 +40,7 @@ def test_a_file_is_read_and_options_win(tmp_path: Path) -> None:
         ("seed = 1\nratios = [0.1, 0.01]\n", 2, "0 < low <= high <= 1"),
         ('seed = 1\nnetwork = "hom"\n', 2, "Did you mean 'home'?"),
         ('seed = 1\nnetwork = "nowhere.toml"\n', 2, "nowhere.toml cannot be read"),
+        ('network = "lte"\nseed = 1\nspeed = 1e300\n', 3, "let its schedule run more slowly."),
         ('seed = 1\nrate = "50 foo"\n', 2, "rate: '50 foo' is not a rate"),
         ('seed = 1\nnetwork = "home"\n\nlatency = "5"\n', 4, "latency: '5' is not a time"),
         ('latency = "5ms"\nlink = "loopback"\nrate = "0mbit"\n', 3, "rate: '0mbit' is not a rate"),

@@ -267,7 +267,10 @@ class Job:
                 near = nearest(self.network, known)
                 raise ValueError(f"there is no network {self.network!r}.{near} A file ends in .toml or .csv.")
             schedule = profiles.schedule(self.network, self.hosts, seed=None)
-        return schedule.scaled(self.scale).faster(self.speed).pinned(values)
+        schedule = schedule.scaled(self.scale)
+        with blaming("speed"):
+            schedule = schedule.faster(self.speed)
+        return schedule.pinned(values)
 
     # --- in and out
 

@@ -14,6 +14,8 @@ from thinwire.lab import units
 from thinwire.lab.network import RATES, Change, Conditions, Value
 from thinwire.lab.settings import describe, read_values
 
+MOST_CHANGES = 1000  # a second; those of one moment count once
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -31,6 +33,16 @@ class Schedule:
     repeat: float = 0.0
     site: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse one that would keep the relay so busy with changing the network that it carries no packets."""
+        moments = len({change.at for change in self.changes})
+        lasts = self.repeat or max(1.0, max((change.at for change in self.changes), default=0.0))
+        if moments > MOST_CHANGES * lasts:
+            raise ValueError(
+                f"the network would change {moments / lasts:.3g} times a second, and {MOST_CHANGES} is the most: "
+                "let its schedule run more slowly."
+            )
 
     def scaled(self, factor: float) -> Schedule:
         """Divide all rates, so that a small model on a small machine has a large one's ratio of sums to bytes."""
