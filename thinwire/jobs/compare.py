@@ -19,7 +19,7 @@ from rich.text import Text
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
-from thinwire.jobs.job import RECORDS, Job, Mistake, read_job
+from thinwire.jobs.job import JOB, RECORDS, Job, Mistake, read_job
 from thinwire.jobs.live import say
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.outcome import read as read_outcome
@@ -27,7 +27,7 @@ from thinwire.jobs.progress import Tail
 from thinwire.jobs.resuming import newest_step
 from thinwire.jobs.settings import Settings
 from thinwire.jobs.start import conduct, invite
-from thinwire.jobs.team import Interrupts
+from thinwire.jobs.team import Interrupts, interrupted
 from thinwire.jobs.words import in_bytes, title_of
 
 FORMAT = 1
@@ -209,6 +209,8 @@ def _attempt(
         ended = Outcome(how="failed", code=1, message=f"{where}{error.strerror or error}.")
     except (ValueError, ThinwireError) as error:
         ended = Outcome(how="failed", code=1, message=str(error))
+    except KeyboardInterrupt:
+        ended = interrupted(interrupts.seen[0])
     if ended.how == "interrupted" or not ended.code:
         return ended
     message = "; ".join([ended.message, *ended.log[-1:]])
@@ -395,6 +397,6 @@ def how_to_go_on(comparison: Comparison) -> str:
     """Of a comparison that was interrupted: its last run can go on by itself, if it has saved something."""
     anew = "It was interrupted, and a comparison does not go on: the same command begins anew, in a new folder."
     folder = comparison.folder / comparison.runs[-1].folder
-    if not newest_step(folder, read_job(folder).hosts):
+    if not (folder / JOB).exists() or not newest_step(folder, read_job(folder).hosts):
         return anew
     return f"{anew}\nIts last run can be brought to its end alone: thinwire train --resume {quote(str(folder))}"

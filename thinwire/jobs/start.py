@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,9 @@ def conduct(
 ) -> Outcome:
     """Train: make the place, write down the job, start its workers, show how they do, write down how it ended."""
     goes_on = (folder / RECORDS).exists()
-    with ground_for(job, folder, partial(say, console)) as ground:
+    with ExitStack() as ending:
+        with interrupts.ending():
+            ground = ending.enter_context(ground_for(job, folder, partial(say, console)))
         write_job(folder, ground.job, command)
         outcome.begin(folder)
         with closing(view_of(ground.job, folder, console, title, goes_on)) as view:

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +38,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self._ends = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupts:
@@ -49,10 +50,26 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """While this is open, they end what is being done, by KeyboardInterrupt: nobody looks at them yet."""
+        self._ends = True
+        try:
+            yield
+        finally:
+            self._ends = False
+
     def _note(self, number: int) -> None:
         """Of one closed terminal both the kernel and the shell tell, which is no haste."""
         if number != signal.SIGHUP or not self.seen:
             self.seen.append(number)
+        if self._ends:
+            raise KeyboardInterrupt
+
+
+def interrupted(number: int) -> Outcome:
+    """By this signal."""
+    return Outcome(how="interrupted", code=128 + number, message=f"interrupted by {signal.Signals(number).name}.")
 
 
 def run_workers(ground: Ground, folder: Path, view: View, interrupts: Interrupts) -> Outcome:
@@ -166,17 +183,14 @@ class _Team:
     def _note_interrupts(self) -> None:
         seen = self._interrupts.seen
         if len(seen) > 1 and not self._outcome.at_once:
-            self._outcome = replace(self._interrupted(seen[0]), at_once=True)
+            self._outcome = replace(interrupted(seen[0]), at_once=True)
             self._signal_all(signal.SIGKILL)
         elif seen and self._outcome.how == "done":
-            self._outcome = self._interrupted(seen[0])
+            self._outcome = interrupted(seen[0])
             self._view.say(
                 "ending the workers, after their present step if it ends in time. Once more ends them at once."
             )
             self._end_all(INTERRUPT_GRACE)
-
-    def _interrupted(self, number: int) -> Outcome:
-        return Outcome(how="interrupted", code=128 + number, message=f"interrupted by {signal.Signals(number).name}.")
 
     def _note_trouble(self) -> None:
         if self._outcome.how == "done" and (trouble := self._ground.trouble()):
