@@ -420,13 +420,14 @@ def test_a_typo_in_a_file_is_told_with_its_line_and_the_nearest_key(out: Path, t
     assert result.output.count("\n") == 1 and not out.exists()
 
 
-def test_a_port_in_use_is_one_sentence(out: Path) -> None:
+@pytest.mark.parametrize("word", ["train", "compare"])
+def test_a_port_in_use_is_one_sentence_and_leaves_nothing(out: Path, word: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, text, err = done("train", "digits", "--port", str(port), "--out", str(out))
-    assert code == 2
-    assert err == f"thinwire train: port {port} is in use: choose another --port, or none for one that is free.\n"
-    assert list(out.iterdir()) == []
+        result = CliRunner().invoke(app, [word, "digits", "--port", str(port), "--out", str(out)])
+    assert result.exit_code == 2 and not out.exists()
+    another = "choose another --port, or none for one that is free."
+    assert result.output == f"thinwire {word}: port {port} is in use: {another}\n"
 
 
 def test_under_torchrun_one_worker_tells_how_it_goes(out: Path) -> None:

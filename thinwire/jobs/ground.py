@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.jobs.job import TRUTH, Job
+from thinwire.jobs.job import TRUTH, Job, Mistake
 from thinwire.lab import run
 from thinwire.lab.errors import LabUnavailable
 from thinwire.lab.lab import Lab
@@ -54,8 +54,7 @@ class OnLoopback(Ground):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._port = job.port if job.port is not None else _free_port()
-        if wrong := _wrong_with(self._port):
-            raise ValueError(f"port {self._port} {wrong}: choose another --port, or none for one that is free.")
+        require_port(self._port)
 
     def start(self, rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -106,13 +105,18 @@ class InLab(Ground):
         return self._lab.notes()
 
 
+def on_loopback(job: Job) -> bool:
+    """Whether the job asks for nothing but loopback."""
+    return job.link in ("loopback", "shaped") or (job.link == "auto" and not job.names_a_network)
+
+
 @contextmanager
 def ground_for(job: Job, folder: Path, say: Callable[[str], None]) -> Iterator[Ground]:
     """The place that the job asks for. Where it leaves the choice: the lab if it names a network, else loopback.
 
     Where there can be no lab, links are shaped instead, which is said aloud.
     """
-    if job.link in ("loopback", "shaped") or (job.link == "auto" and not job.names_a_network):
+    if on_loopback(job):
         yield OnLoopback(replace(job, link="loopback" if job.link == "auto" else job.link))
         return
     _keep_earlier(folder / TRUTH)
@@ -145,6 +149,12 @@ def _keep_earlier(path: Path) -> None:
     if path.exists():
         free = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}.{n}{path.suffix}").exists())
         path.rename(path.with_name(f"{path.stem}.{free}{path.suffix}"))
+
+
+def require_port(port: int) -> None:
+    """That workers can meet there."""
+    if wrong := _wrong_with(port):
+        raise Mistake("port", f"port {port} {wrong}: choose another --port, or none for one that is free.")
 
 
 def _wrong_with(port: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from thinwire.jobs import digits, fashion, outcome
-from thinwire.jobs.ground import ground_for
+from thinwire.jobs.ground import ground_for, on_loopback, require_port
 from thinwire.jobs.job import RECORDS, Job, Mistake, write_job
 from thinwire.jobs.live import say, view_of
 from thinwire.jobs.method import Method
@@ -93,6 +93,8 @@ def refuse_early(job: Job) -> None:
     if job.own:
         maker_of(job.task)
     _require_topology(job)
+    if job.port is not None and on_loopback(job):
+        require_port(job.port)
 
 
 def joining(job: Job, env: Mapping[str, str] = os.environ) -> Job:
