@@ -185,6 +185,15 @@ def test_bench_compress_has_all_its_figures(monkeypatch: pytest.MonkeyPatch) -> 
 # --- mistakes
 
 
+@pytest.mark.parametrize("word", ["compare", "demo"])
+def test_a_comparison_is_no_worker_of_torchruns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    result = runner.invoke(app, [word, "--out", str(tmp_path / "runs")])
+    assert result.exit_code == 2 and not (tmp_path / "runs").exists()
+    assert result.output == f"thinwire {word}: a comparison starts its own workers: call it without torchrun.\n"
+
+
 @pytest.mark.parametrize("ratio", ["0", "1.5", "-1", "nan"])
 def test_a_ratio_that_is_none_is_refused(ratio: str) -> None:
     result = runner.invoke(app, ["bench", "compress", "--ratio", ratio])

@@ -217,7 +217,7 @@ def train(
             job, folder = resumed(resume, given), resume
         else:
             job, folder = _job(config, given), None
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if _is_worker():
             if json:
                 raise ValueError("--json has no effect under torchrun: leave it out, and read RUN/outcome.json.")
             if given.get("hosts", size := int(os.environ["WORLD_SIZE"])) != size:
@@ -272,6 +272,7 @@ def compare(
     with _told("compare"):
         from thinwire.jobs.compare import asked
 
+        _refuse_as_worker()
         raise typer.Exit(_compare(*asked(config, _given(context), methods, seeds), json))
 
 
@@ -284,6 +285,7 @@ def demo(
     with _told("demo"):
         from thinwire.jobs import compare
 
+        _refuse_as_worker()
         job, methods, note = compare.demo(out=out, seconds=seconds)
         if note:
             typer.echo(note, err=True)
@@ -310,6 +312,16 @@ def _refused(command: str) -> Iterator[None]:
         raise typer.Exit(1) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(130) from interrupt
+
+
+def _is_worker() -> bool:
+    """Whether somebody else, as torchrun, has started this as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _refuse_as_worker() -> None:
+    if _is_worker():
+        raise ValueError("a comparison starts its own workers: call it without torchrun.")
 
 
 # --- from options to a job
