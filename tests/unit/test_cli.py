@@ -226,6 +226,40 @@ def test_a_mistake_in_a_file_of_settings_is_one_sentence_with_file_and_line(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("word", "text", "line", "wrong"),
+    [
+        ("train", 'seed = 1\nlink = "shaped"\n', 2, "a shaped link needs a network to be like"),
+        ("train", 'task = "chars"\ntext = "/no/such"\n', 2, "/no/such does not exist"),
+        ("train", 'task = "fashion-mnist"\nfolder_of_data = "/no/such"\n', 2, "/no/such does not exist"),
+        ("train", 'task = "fashion-mnist"\nfolder_of_data = "/"\n', 2, "is not in /"),
+        ("train", 'seed = 1\ntask = "nowhere:make"\n', 2, "No module named 'nowhere'"),
+        ("train", 'hosts = 3\nmethod = "dcd@int8:hypercube"\n', 2, "nodes, not 3"),
+        ("compare", 'hosts = 3\nmethods = ["ddp", "dcd@int8:hypercube"]\n', 2, "nodes, not 3"),
+        ("compare", "seed = 4294967295\nseeds = 2\n", 2, "2 from 4294967295 on go beyond."),
+        ("compare", 'seed = 1\nout = "/dev/null"\n', 2, "/dev/null cannot be the folder of runs"),
+    ],
+)
+def test_so_is_one_that_is_found_when_the_setting_is_used(
+    word: str, text: str, line: int, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "job.toml").write_text(text)
+    result = runner.invoke(app, [word, "--config", "job.toml"])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"thinwire {word}: job.toml:{line}: ") and result.output.count("\n") == 1
+    assert wrong in result.output and not (tmp_path / "runs").exists()
+
+
+def test_one_in_an_option_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text('hosts = 3\nlink = "auto"\nmethods = "ddp"\n')
+    for words in (["--link", "shaped"], ["--methods", "dcd@int8:hypercube"]):
+        result = runner.invoke(app, ["compare", "--config", str(config), *words, "--out", str(tmp_path / "runs")])
+        assert result.exit_code == 2 and "job.toml" not in result.output
+
+
 def test_an_unknown_exchange_is_told_with_all_that_are_known() -> None:
     known = "adaptive, dense, topk-allgather, layerwise-topk, ms-topk, star-topk, var-topk"
     with pytest.raises(ValueError, match=f"unknown exchange 'adaptiv'. Known are: {known}."):

@@ -118,6 +118,7 @@ def test_what_is_compared_can_stand_in_a_file_and_options_win(tmp_path: Path) ->
         ('\nmethods = "ddp,adaptve"\n', "2: there is no method 'adaptve'. Did you mean 'adaptive'?"),
         ('\nmethods = ["ddp", "ddp"]\n', "2: ddp is among the methods twice."),
         ('\nmethods = "ddp,"\n', "2: methods have an empty place"),
+        ("\nmethods = []\n", "2: methods are none: name at least one, as in ddp,adaptive."),
         ("\nseeds = 0\n", "2: seeds must be 1 or more, got 0."),
         ("seeds = true\n", "1: seeds must be 1 or more, got True."),
         ('metods = "ddp"\n', "1: 'metods' is no setting of a job. Did you mean 'methods'?"),

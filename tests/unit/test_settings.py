@@ -54,6 +54,32 @@ def test_a_mistake_in_a_file_is_told_with_its_line(text: str, line: int, hint: s
     assert hint in str(told.value)
 
 
+def test_what_stands_in_a_text_of_many_lines_is_no_setting(tmp_path: Path) -> None:
+    texts = ['"""\nhosts = 1\n\\""" a\n"""', "'''\nhosts = 1\n\"\"\"\n'''", "\"'''\" # '''"]
+    for text in texts:
+        path = _file(tmp_path, f'out = {text}\n# """\nhosts = 0\n')
+        with pytest.raises(ValueError) as told:
+            Settings.read(path).job()
+        assert str(told.value).startswith(f"{path}:{path.read_text().count(chr(10))}: hosts must be")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"seed = 1\nseconds = {10**400}\n", ":2: seconds must have fewer digits."),
+        (f"steps = {10**400}\n", ":1: steps must have fewer digits."),
+        (f"ratios = [0.1, {10**400}]\n", ":1: ratios must have fewer digits."),
+        (f"steps = 1{'0' * 5000}\n", " cannot be read: it has a number of more than 4300 digits."),
+        (f"ratios = {'[' * 5000}{']' * 5000}\n", " cannot be read: its arrays or tables are nested too deeply."),
+    ],
+)
+def test_a_file_without_measure_is_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+    path = _file(tmp_path, text)
+    with pytest.raises(ValueError) as told:
+        Settings.read(path).job()
+    assert str(told.value) == f"{path}{says}"
+
+
 def test_every_setting_that_a_job_refuses_is_named() -> None:
     values = {"task": "digit", "ratios": 1, "name": "a/b", "method": "dpp", "partition": "evenly", "hosts": 0}
     values |= {"target": 2, "momentum": 1, "seed": -1, "port": 0, "checkpoint_every": -1, "scale": 2, "timeout": 0}

@@ -207,7 +207,7 @@ def train(
     Starts the workers itself: in the lab if a network is named, else on loopback. Under torchrun it is one worker.
     Ctrl-C ends all within two seconds; --resume goes on from there.
     """
-    with _told("train"):
+    with _told("train"), _blamed(config, context):
         given = _given(context)
         if resume is not None and config is not None:
             raise ValueError("--config cannot be given with --resume: a run goes on as it was begun.")
@@ -269,7 +269,7 @@ def compare(
 
     Network, data and seeds are the same for all. Without --target it is the best that all of them came to.
     """
-    with _told("compare"):
+    with _told("compare"), _blamed(config, context):
         from thinwire.jobs.compare import asked
 
         _refuse_as_worker()
@@ -314,6 +314,21 @@ def _refused(command: str) -> Iterator[None]:
         raise typer.Exit(130) from interrupt
 
 
+@contextmanager
+def _blamed(config: Path | None, context: typer.Context) -> Iterator[None]:
+    """A mistake in a file of settings is told with its line, also where it is found only when the setting is used."""
+    try:
+        yield
+    except ValueError as error:
+        from thinwire.jobs.job import Mistake
+        from thinwire.jobs.settings import Settings
+
+        if config is None or not isinstance(error, Mistake):
+            raise
+        with Settings.read(config, also=("methods", "seeds")).blamed(_named(context)):
+            raise
+
+
 def _is_worker() -> bool:
     """Whether somebody else, as torchrun, has started this as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -331,7 +346,11 @@ def _given(context: typer.Context) -> dict[str, Any]:
     """The settings of a job that were on the command line."""
     from thinwire.jobs.job import KEYS
 
-    return {key: value for key, value in context.params.items() if key in KEYS and value is not None}
+    return {key: value for key, value in _named(context).items() if key in KEYS}
+
+
+def _named(context: typer.Context) -> dict[str, Any]:
+    return {key: value for key, value in context.params.items() if value is not None}
 
 
 def _job(config: Path | None, given: dict[str, Any]) -> Job:

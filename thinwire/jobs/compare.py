@@ -19,7 +19,7 @@ from rich.text import Text
 
 from thinwire.errors import ThinwireError
 from thinwire.jobs.ground import why_no_lab
-from thinwire.jobs.job import JOB, RECORDS, Job, Mistake, read_job
+from thinwire.jobs.job import JOB, RECORDS, SEEDS, Job, Mistake, read_job
 from thinwire.jobs.live import say
 from thinwire.jobs.outcome import Outcome
 from thinwire.jobs.outcome import read as read_outcome
@@ -145,11 +145,15 @@ def asked(
 
 def jobs_of(job: Job, methods: Sequence[str], seeds: int) -> list[Job]:
     """A job for every method and seed. Each is a folder within the comparison's."""
+    if not methods:
+        raise Mistake("methods", "methods are none: name at least one, as in ddp,adaptive.")
     if not all(methods):
         raise Mistake("methods", "methods have an empty place: write them with commas between, as in ddp,adaptive.")
     twice = [method for number, method in enumerate(methods) if method in methods[:number]]
     if twice:
         raise Mistake("methods", f"{twice[0]} is among the methods twice.")
+    if job.seed + seeds > SEEDS:
+        raise Mistake("seeds", f"seeds must end at 2^32 - 1, and {seeds} from {job.seed} on go beyond.")
     return [
         replace(job, method=method, seed=job.seed + seed, name=_name(method, job.seed + seed, seeds))
         for seed in range(seeds)

@@ -41,6 +41,8 @@ LINKS = ("auto", "lab", "loopback", "shaped")
 OBJECTIVES = ("goodput", "seconds", "knee")
 DEFAULT_EPOCHS = 5
 MOST_HOSTS = 200
+SEEDS = 2**32  # how many there are
+LARGEST = 2**63  # what a whole number is below
 
 
 class Mistake(ValueError):
@@ -192,7 +194,7 @@ class Job:
             raise Mistake("target", f"target is a perplexity above 1, as {self.task} has it, got {self.target:g}.")
         if self.checkpoint_every < 0:
             raise Mistake("checkpoint_every", f"checkpoint_every must be 0 or more, got {self.checkpoint_every}.")
-        if not 0 <= self.seed < 2**32:
+        if not 0 <= self.seed < SEEDS:
             raise Mistake("seed", f"seed must be from 0 to 2^32 - 1, got {self.seed}.")
         if self.port is not None and not 1 <= self.port <= 65535:
             raise Mistake("port", f"port must be from 1 to 65535, got {self.port}.")
@@ -296,8 +298,11 @@ def _typed(name: str, value: Any) -> Any:
         pair = list(value) if isinstance(value, (list, tuple)) else []
         if len(pair) != 2 or not all(_is_number(number) for number in pair):
             raise Mistake("ratios", f"ratios must be two numbers, like [0.001, 0.1], got {value!r}.")
+        _require_size(name, *pair)
         return float(pair[0]), float(pair[1])
     allowed = get_args(hint) or (hint,)
+    if _is_number(value):
+        _require_size(name, value)
     if float in allowed and _is_number(value):
         return float(value)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
@@ -311,6 +316,12 @@ _HINTS = get_type_hints(Job)
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require_size(name: str, *numbers: int | float) -> None:
+    """Of whole numbers, which a file may have as long as it likes."""
+    if any(isinstance(number, int) and abs(number) >= LARGEST for number in numbers):
+        raise Mistake(name, f"{name} must have fewer digits.")
 
 
 # --- a run's folder

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,11 @@ class Settings(NamedTuple):
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}:{_line_in(error, text)}: {error}.{_hint(error)}") from error
+        except RecursionError as error:
+            raise ValueError(f"{path} cannot be read: its arrays or tables are nested too deeply.") from error
+        except ValueError as error:  # of Python's, which reads no whole number of more digits
+            most = sys.get_int_max_str_digits()
+            raise ValueError(f"{path} cannot be read: it has a number of more than {most} digits.") from error
         settings = Settings(path, text, data)
         for key, value in data.items():
             if wrong := _wrong_with(key, value, (*KEYS, *also)):
@@ -36,15 +43,25 @@ class Settings(NamedTuple):
     def job(self, **overrides: Any) -> Job:
         """The job that it describes; `overrides` win."""
         own = {key: value for key, value in self.data.items() if key in KEYS and key not in overrides}
-        try:
+        with self.blamed(overrides):
             job = Job(**own, **overrides)
             if job.names_a_network:
                 job.schedule()
-        except Mistake as error:
-            if error.key not in own:  # it is in an option
-                raise
-            raise self.refused(error.key, error) from error
         return job
+
+    @contextmanager
+    def blamed(self, given: Collection[str]) -> Iterator[None]:
+        """What is found to be a mistake within is told with its line, unless an option has `given` that setting.
+
+        A comparison has methods and seeds where its jobs have one.
+        """
+        try:
+            yield
+        except Mistake as error:
+            key = next((key for key in (error.key, f"{error.key}s") if key in self.data), None)
+            if key is None or key in given or error.key in given:  # it is in an option
+                raise
+            raise self.refused(key, error) from error
 
     def refused(self, key: str, why: object) -> ValueError:
         """What is wrong with a key, and its line."""
@@ -84,4 +101,16 @@ def _hint(error: tomllib.TOMLDecodeError) -> str:
 def _line_of(key: str, text: str) -> int:
     """tomllib keeps no lines, so they are looked for in the text."""
     pattern = re.compile(rf"\s*(\[+\s*)?[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
-    return next((number for number, line in enumerate(text.splitlines(), 1) if pattern.match(line)), 1)
+    lines = _WORDS.sub(_without_lines, text).splitlines()
+    return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), 1)
+
+
+# A text of many lines, one of one, or a comment: what looks like the beginning of one may stand in another.
+_WORDS = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'" r"|#[^\n]*", re.DOTALL
+)
+
+
+def _without_lines(found: re.Match[str]) -> str:
+    """As many lines as there were, with nothing in them."""
+    return "\n" * found[0].count("\n") or found[0]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from thinwire.jobs import digits, fashion, outcome
 from thinwire.jobs.ground import ground_for, on_loopback, require_port
-from thinwire.jobs.job import RECORDS, Job, Mistake, write_job
+from thinwire.jobs.job import RECORDS, Job, Mistake, blaming, write_job
 from thinwire.jobs.live import say, view_of
 from thinwire.jobs.method import Method
 from thinwire.jobs.outcome import Outcome
@@ -81,17 +81,17 @@ def refuse_early(job: Job) -> None:
         job.schedule()
     if job.tensorboard:
         _require_tensorboard()
-    for path in (job.text, job.folder_of_data):
-        if path is not None and not Path(path).exists():
-            raise ValueError(f"{path} does not exist: {job.task} reads its data from there.")
+    for key in ("text", "folder_of_data"):
+        if (path := getattr(job, key)) is not None and not Path(path).exists():
+            raise Mistake(key, f"{path} does not exist: {job.task} reads its data from there.")
     if job.task == "digits":
         digits.find()
     if job.task == "fashion-mnist":
-        fashion.find(job.folder_of_data)
+        with blaming("folder_of_data"):
+            fashion.find(job.folder_of_data)
     if job.link == "shaped" and not job.names_a_network:
-        raise ValueError("a shaped link needs a network to be like: name one, or a latency and a rate.")
-    if job.own:
-        maker_of(job.task)
+        raise Mistake("link", "a shaped link needs a network to be like: name one, or a latency and a rate.")
+    _require_own(job)
     _require_topology(job)
     if job.port is not None and on_loopback(job):
         require_port(job.port)
@@ -106,11 +106,17 @@ def joining(job: Job, env: Mapping[str, str] = os.environ) -> Job:
         )
     if job.tensorboard and env.get("RANK") == "0":  # who writes it
         _require_tensorboard()
-    if job.own:
-        maker_of(job.task)
+    _require_own(job)
     job = replace(job, hosts=int(env["WORLD_SIZE"]))
     _require_topology(job)
     return job
+
+
+def _require_own(job: Job) -> None:
+    """That the user's own module has what the task names."""
+    if job.own:
+        with blaming("task"):
+            maker_of(job.task)
 
 
 def _require_topology(job: Job) -> None:
@@ -119,7 +125,8 @@ def _require_topology(job: Job) -> None:
     if method.topology is not None:
         from thinwire.gossip import topology  # here: it takes NumPy along, which is slow to come
 
-        topology.build(method.topology, job.hosts, seed=job.seed)
+        with blaming("method"):
+            topology.build(method.topology, job.hosts, seed=job.seed)
 
 
 def _require_tensorboard() -> None:
