@@ -65,6 +65,7 @@ def test_a_model_brings_what_it_learns_with(settings: dict[str, Any], optimizer:
         ({"hosts": "4"}, "hosts must be a whole number"),
         ({"steps": 0}, "steps must be 1 or more"),
         ({"seconds": -1}, "seconds must be a number above 0"),
+        ({"timeout": 1e10}, "timeout must be 1e+07 s or less, got 1e+10."),
         ({"lr": float("nan")}, "lr must be a number above 0"),
         ({"scale": float("inf")}, "scale must be"),
         ({"scale": 10}, "scale 10 has no effect"),

@@ -42,6 +42,7 @@ OBJECTIVES = ("goodput", "seconds", "knee")
 DEFAULT_EPOCHS = 5
 MOST_HOSTS = 200
 SEEDS = 2**32  # how many there are
+MOST_SECONDS = 1e7  # of silence: torch counts them in nanoseconds
 LARGEST = 2**63  # what a whole number is below
 
 
@@ -182,6 +183,8 @@ class Job:
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
                 raise Mistake(name, f"{name} must be a number above 0, got {number:g}.")
+        if self.timeout > MOST_SECONDS:
+            raise Mistake("timeout", f"timeout must be {MOST_SECONDS:g} s or less, got {self.timeout:g}.")
         for name in ("scale", "speed"):
             if getattr(self, name) != 1 and self.network is None:
                 wrong = f"{name} {getattr(self, name):g} has no effect: it changes a network, and none is named."
