@@ -208,10 +208,10 @@ def test_a_run_does_not_go_on_with_another_number_of_workers(tmp_path: Path) -> 
     assert "is a run of 3 workers, and here are 2." in workers.said(0)
 
 
-def _fails(folder: Path, port: int) -> str:
+def _fails(folder: Path, port: int, ranks: int = 1) -> str:
     command = [sys.executable, "-m", "thinwire.jobs.worker", str(folder)]
     ended = subprocess.run(
-        command, env={**os.environ, **_environment(0, 1, port)}, capture_output=True, text=True, timeout=60
+        command, env={**os.environ, **_environment(0, ranks, port)}, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     return ended.stderr
@@ -224,6 +224,11 @@ def test_what_is_wrong_before_it_begins_is_one_sentence(tmp_path: Path) -> None:
     assert _fails(tmp_path, port) == "thinwire: worker 0: missing.txt cannot be read: No such file or directory.\n"
     with socket.create_server(("127.0.0.1", port)):
         assert f"thinwire: worker 0: port {port} is in use: choose another --port" in _fails(tmp_path, port)
+
+
+def test_a_worker_whose_peers_never_come_says_how_many_did(tmp_path: Path) -> None:
+    write_job(tmp_path, Job(hosts=2, timeout=1), [])
+    assert _fails(tmp_path, _free_port(), ranks=2) == "thinwire: worker 0: only 1 of 2 workers came within 1 s.\n"
 
 
 def _work_with_little_room(folder: Path) -> None:

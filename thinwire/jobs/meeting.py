@@ -7,6 +7,7 @@ often it failed there, so the workers find out by themselves what belongs to thi
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from datetime import timedelta
@@ -42,6 +43,10 @@ def meet(job: Job) -> Store | None:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise ValueError(f"port {port} is in use: choose another --port, or none for one that is free.") from error
         raise ValueError(f"no worker is to be met at port {port}: {str(error).splitlines()[0]}") from error
+    except dist.DistStoreError as error:
+        came = re.search(r"(\d+)/(\d+) clients joined", str(error))
+        who = f"only {came[1]} of {came[2]}" if came else f"not all {os.environ.get('WORLD_SIZE')}"
+        raise ValueError(f"{who} workers came within {job.timeout:g} s.") from error
 
 
 def of_this_start(store: Store, rank: int, world_size: int, seconds: float) -> Store:
