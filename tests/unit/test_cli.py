@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from torch import nn
@@ -160,6 +160,19 @@ def test_with_json_stdout_has_one_line_of_json_and_nothing_else(
     assert json.loads(line, parse_constant=pytest.fail)
     if command == "bench regret":
         assert result.stderr == "[0] 100000 entries: star-topk\nso far so good, and at its end\n"
+
+
+def test_an_interrupt_while_the_report_is_made_does_not_cost_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(folder: Path) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thinwire.report.page.write", interrupted)
+    *words, _ = with_json("compare", monkeypatch, tmp_path)
+    result = runner.invoke(app, words)
+    assert result.exit_code == 130
+    assert "speed-up" in result.stdout and "adaptive came to 90.0% accuracy in 1.0 s" in result.stdout
 
 
 def test_under_torchrun_json_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,9 +416,9 @@ def _compare(job: Job, methods: list[str], seeds: int, json: bool, stem: str = "
     folder = start.new_folder(job, stem)
     with Interrupts() as interrupts:
         comparison = compare.compare(job, jobs, folder, sys.argv, _stage(), interrupts)
-    report = None if comparison.outcome.at_once else _report(folder)
     _print_comparison(comparison, Console(stderr=json))
     _complain("compare", comparison.outcome)
+    report = None if comparison.outcome.at_once else _report(folder)  # last, for it takes a while
     if report is not None:
         typer.echo(f"report: {report}", err=json)
     if json:
