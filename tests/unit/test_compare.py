@@ -70,6 +70,11 @@ def test_where_nobody_came_there_is_no_speed_up() -> None:
     assert told == "There is no speed-up to tell of: 90.0% accuracy was not reached."
 
 
+def test_a_target_that_was_there_from_the_beginning_is_not_said_to_be_missed() -> None:
+    told = words(row("ddp", 0.0, None), row("b", 0.0, None))
+    assert told == "There is no speed-up to tell of: 90.0% accuracy was there before the first step."
+
+
 def test_it_is_said_why_there_is_no_speed_up() -> None:
     failed = words(row("ddp", None, None, message="it broke"), row("b", 5.0, None))
     assert failed == "There is no speed-up to tell of: ddp, which the others are measured against, failed."

@@ -77,7 +77,7 @@ class Row:
 
     Attributes:
         seconds: to the target; None unless every seed came there.
-        speed_up: the first method's seconds over ours.
+        speed_up: the first method's seconds over ours; None where ours are none at all.
         at_least: the first method never came there, so `speed_up` counts all the time that it had.
         score: the last accuracy, or perplexity.
     """
@@ -314,13 +314,13 @@ def _rows(runs: Sequence[Run], methods: Sequence[str], target: float | None) -> 
     first = of[methods[0]]
     base, had = _to(first, target), _median([run.seconds for run in first])
     for method in methods:
-        seconds, all_of_it = _to(of[method], target), base if base is not None else had
+        seconds, all_of_it = _to(of[method], target), base if base is not None else had or None
         wrong = [run.message for run in of[method] if run.message]
         yield Row(
             method=method,
             steps=_median([run.steps for run in of[method]]) or 0,
             seconds=seconds,
-            speed_up=all_of_it / seconds if seconds and all_of_it else None,
+            speed_up=None if all_of_it is None or not seconds else all_of_it / seconds,
             at_least=base is None,
             sent_bytes=_median([run.sent_bytes for run in of[method] if run.sent_bytes is not None]),
             score=_median([abs(run.curve[-1][1]) for run in of[method] if run.curve]),
@@ -379,13 +379,15 @@ def speed_up_in_words(comparison: Comparison) -> str:
     if comparison.outcome.how == "interrupted":
         return how_to_go_on(comparison)
     first, *others = comparison.rows
-    rivals = [row for row in others or [first] if row.speed_up is not None and not row.message]
+    reached = [row for row in others or [first] if row.seconds is not None and not row.message]
+    rivals = [row for row in reached if row.speed_up is not None]
     if first.message:
         return f"There is no speed-up to tell of: {first.method}, which the others are measured against, failed."
     if comparison.target is None or all(row.score is None for row in comparison.rows):
         return "There is no speed-up to tell of: nothing was found that tells how well they learned."
-    if not rivals:
-        return f"There is no speed-up to tell of: {_quality(comparison.target)} was not reached."
+    if not rivals or not all(row.seconds for row in reached):
+        how = "was there before the first step" if reached else "was not reached"
+        return f"There is no speed-up to tell of: {_quality(comparison.target)} {how}."
     best = max(rivals, key=lambda row: row.speed_up or 0.0)
     more = "more than " if best.at_least else ""
     came = f"{best.method} came to {_quality(comparison.target)} in {best.seconds:.1f} s"
