@@ -17,6 +17,7 @@ from thinwire.jobs.compare import (
     Comparison,
     Row,
     Run,
+    _rows,
     asked,
     compare,
     demo,
@@ -214,6 +215,14 @@ def test_a_target_is_told_as_a_person_says_it_and_whether_somebody_named_it(
     made, written = compared(monkeypatch, tmp_path, job, found)
     for figures in (made.to_json(), written):
         assert (figures["quality"], figures["target"], figures["chosen"]) == told
+
+
+def test_a_first_method_that_failed_is_no_measure_for_the_others() -> None:
+    runs = [
+        Run(method="ddp", seed=0, folder="ddp", seconds=9.0, curve=((1.0, 0.9),), message="it broke"),
+        Run(method="adaptive", seed=0, folder="adaptive", seconds=9.0, curve=((1.0, 0.9),)),
+    ]
+    assert [(row.seconds, row.speed_up) for row in _rows(runs, ["ddp", "adaptive"], 0.9)] == [(1.0, None)] * 2
 
 
 def test_a_perplexity_is_reached_from_above(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -273,6 +273,28 @@ def test_a_method_that_never_arrives_says_so_and_the_first_one_had_at_least_its_
     assert "not reached" in made(folder).words("td") and "more than" in made(folder).words("td")
 
 
+def test_a_first_method_that_failed_says_neither_what_is_measured_nor_how_fast_the_others_are(tmp_path: Path) -> None:
+    folder = recorded.compare(tmp_path / "demo", ("ddp", "adaptive"), steps=60, target=9.0)
+    rewrite(folder / "0-0" / "records.jsonl", lambda lines: [line for line in lines if line["kind"] != "evaluated"])
+    rewrite(folder / "1-0" / "records.jsonl", lambda lines: [_of_text(line) for line in lines])
+    path = folder / "compare.json"
+    about = json.loads(path.read_text())
+    about["runs"][0]["message"] = "it broke"
+    for said in ({}, {"quality": "perplexity", "chosen": False}):
+        path.write_text(json.dumps(about | said))
+        loaded = folders.load(folder)
+        assert isinstance(loaded, Comparison)
+        result = compare.result(loaded)
+        assert result.quality == "perplexity" and math.isfinite(result.rows[1].seconds)
+        assert [compare.speedup(row) for row in result.rows] == ["–", "–"]
+        assert result.to_json()["chosen"] == (not said)
+        assert "time to 9" in made(folder).words("th") and "perplexity" in made(folder).words("th")
+
+
+def _of_text(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {"accuracy": None, "perplexity": 8.0} if line["kind"] == "evaluated" else line
+
+
 def _never_good(line: dict[str, Any]) -> dict[str, Any]:
     return line | {"accuracy": min(line["accuracy"], 0.5)} if line["kind"] == "evaluated" else line
 

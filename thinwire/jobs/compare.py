@@ -77,7 +77,7 @@ class Row:
 
     Attributes:
         seconds: to the target; None unless every seed came there.
-        speed_up: the first method's seconds over ours; None where ours are none at all.
+        speed_up: the first method's seconds over ours; None where ours are none at all, and if the first failed.
         at_least: the first method never came there, so `speed_up` counts all the time that it had.
         score: the last accuracy, or perplexity.
     """
@@ -313,6 +313,8 @@ def _rows(runs: Sequence[Run], methods: Sequence[str], target: float | None) -> 
     of = {method: [run for run in runs if run.method == method] for method in methods}
     first = of[methods[0]]
     base, had = _to(first, target), _median([run.seconds for run in first])
+    if any(run.message for run in first):
+        base = had = None  # it is no measure for the others
     for method in methods:
         seconds, all_of_it = _to(of[method], target), base if base is not None else had or None
         wrong = [run.message for run in of[method] if run.message]

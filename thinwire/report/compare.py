@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         seconds: of training until the target was reached.
-        speed_up: how many times sooner than the first method.
+        speed_up: how many times sooner than the first method; NaN if that one failed.
         at_least: that one never came there, so `speed_up` counts all the time that it had.
         sent_bytes: by rank 0, in the whole run.
         quality: accuracy or perplexity at the end.
@@ -59,9 +59,8 @@ class Result:
     rows: list[Row]
 
     def to_json(self) -> dict[str, Any]:
-        return {"quality": self.quality, "target": self.target, "baseline": self.baseline} | {
-            "rows": [vars(row) for row in self.rows]
-        }
+        own = ("quality", "target", "chosen", "baseline")
+        return {key: getattr(self, key) for key in own} | {"rows": [vars(row) for row in self.rows]}
 
 
 def result(comparison: Comparison) -> Result:
@@ -69,12 +68,14 @@ def result(comparison: Comparison) -> Result:
     by_method: dict[str, list[Run]] = {}
     for run in comparison.runs:
         by_method.setdefault(run.method or run.name, []).append(run)
-    quality = comparison.runs[0].quality
+    quality = comparison.quality
     target = comparison.target if comparison.target is not None else _reached_by_all(comparison.runs, quality)
     baseline = next(iter(by_method))
     to_target = {method: _median([reached(run, target) for run in runs]) for method, runs in by_method.items()}
     base = to_target[baseline]
     had = base if math.isfinite(base) else _median([run.trained_seconds for run in by_method[baseline]])
+    if any(run.how_it_ended == "failed" for run in by_method[baseline]):
+        base = had = math.nan  # it is no measure for the others
     rows = [
         Row(
             method=method,

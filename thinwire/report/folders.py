@@ -26,6 +26,7 @@ from thinwire.report.runs import Comparison, Run, columns
 
 RECORDS, JOB, TRUTH, COMPARE = "records.jsonl", "job.json", "truth.jsonl", "compare.json"
 OUTCOME = "outcome.json"
+QUALITIES = ("accuracy", "perplexity")
 LONGEST_MESSAGE, MOST_LOG = 2000, 12  # letters, and lines
 
 
@@ -52,8 +53,15 @@ def _comparison(folder: Path) -> Comparison:
     target = number(written.get("target"))
     chosen = target is not None and written.get("chosen") is not False
     notes += [f"{run.method or run.name}: {note}" for run in runs for note in run.notes]
-    name = text(folder.resolve().name)
-    return Comparison(folder=folder, name=name, target=target, chosen=chosen, runs=runs, notes=notes)
+    name, quality = text(folder.resolve().name), _quality(written.get("quality"), runs)
+    return Comparison(folder=folder, name=name, quality=quality, target=target, chosen=chosen, runs=runs, notes=notes)
+
+
+def _quality(said: object, runs: list[Run]) -> str:
+    """Of all of them: one that failed early has not come to tell."""
+    if said in QUALITIES:
+        return str(said)
+    return next((run.quality for run in runs if run.evaluations), runs[0].quality)
 
 
 def _compared(folder: Path, entry: Mapping[str, Any], notes: list[str]) -> Run | None:

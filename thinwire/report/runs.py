@@ -242,6 +242,7 @@ class Comparison:
     """The same training under several methods.
 
     Attributes:
+        quality: what an evaluation measures, as the compare says, or else the first run that has one.
         target: what the time is measured to, where the compare says so.
         chosen: whether somebody named it; otherwise it is what every run reached.
         notes: of the whole, and then of each run.
@@ -249,6 +250,7 @@ class Comparison:
 
     folder: Path
     name: str
+    quality: str
     target: float | None
     chosen: bool
     runs: list[Run]
