@@ -403,12 +403,14 @@ def test_what_fails_in_a_worker_names_the_module_and_stays_with_the_run(
 
 
 def test_what_the_users_module_prints_is_not_among_the_figures(out: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(f"print('imported')\n{OWN}\ndef loud():\n    print('made')\n    return make()\n")
+    loud = "import atexit, os\nprint('imported')\nos.system('echo started')\natexit.register(print, 'ended')\n"
+    (tmp_path / "mine.py").write_text(f"{loud}{OWN}\ndef loud():\n    print('made')\n    return make()\n")
     words = ["train", "mine:loud", "--hosts", "1", "--method", "ddp", "--steps", "2", "--name", "run"]
     code, text, err = done(*words, "--out", str(out), "--json", cwd=tmp_path)
     assert code == 0, err
     assert last_json(text)["steps"] == 2
-    assert err.splitlines()[0] == "imported" and "made" in (out / "run" / "worker-0.log").read_text().splitlines()
+    assert err.splitlines()[:2] == ["imported", "started"] and err.splitlines()[-1] == "ended"
+    assert "made" in (out / "run" / "worker-0.log").read_text().splitlines()
 
 
 def test_a_typo_in_a_file_is_told_with_its_line_and_the_nearest_key(out: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from thinwire.cli import streams
 from thinwire.records import plain
 
 
@@ -26,4 +27,4 @@ Ratio = Annotated[
 
 def print_figures(figures: dict[str, Any]) -> None:
     """The one line that --json leaves on stdout. What is not finite is null."""
-    typer.echo(json_module.dumps(plain(figures), allow_nan=False))
+    typer.echo(json_module.dumps(plain(figures), allow_nan=False), file=streams.figures())

@@ -5,26 +5,38 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EIO, EPIPE
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-STDERR = 2  # the last of the standard streams' descriptors
+STDOUT, STDERR = 1, 2  # their descriptors
+
+_figures: TextIO | None = None
+
+
+def figures() -> TextIO:
+    """Where what --json leaves is written: stdout, also while nothing else is."""
+    return _figures or sys.stdout
 
 
 @contextmanager
-def outlived() -> Iterator[None]:
+def outlived(figures_only: bool = False) -> Iterator[None]:
     """While this is open, stdout and stderr lead to nowhere once their reader or their terminal has gone.
 
     What is told on stderr while a run goes on is not worth its end, so there any other failure, as of a disk that is
     full, counts too. What came of it must be written to stdout if somebody waits for it there. One that was closed
     from the beginning leads to nowhere too.
+
+    Args:
+        figures_only: leave stdout to the figures, from now on.
     """
     before = sys.stdout, sys.stderr
     _fill_descriptors()
+    if figures_only:
+        _set_stdout_aside()
     with Path(os.devnull).open("w") as nowhere:
-        out = _Outlived(sys.stdout or nowhere, lambda error: error.errno in (EPIPE, EIO))
+        out = _Outlived(sys.stdout or nowhere, _has_no_reader)
         err = _Outlived(sys.stderr or nowhere, lambda error: True)
         sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in (out, err))
         try:
@@ -38,6 +50,19 @@ def _fill_descriptors() -> None:
     while (free := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(free, True)
     os.close(free)
+
+
+def _set_stdout_aside() -> None:
+    """What others write there goes to stderr until we end: the user's module, what it starts, C code, atexit."""
+    global _figures
+    with suppress(OSError):  # what is no file is nobody else's
+        if _figures is None and sys.stdout is not None and sys.stdout.fileno() == STDOUT:
+            _figures = cast(TextIO, _Outlived(os.fdopen(os.dup(STDOUT), "w"), _has_no_reader))
+            os.dup2(STDERR, STDOUT)
+
+
+def _has_no_reader(error: OSError) -> bool:
+    return error.errno in (EPIPE, EIO)
 
 
 class _Outlived:

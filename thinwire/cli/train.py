@@ -207,7 +207,7 @@ def train(
     Starts the workers itself: in the lab if a network is named, else on loopback. Under torchrun it is one worker.
     Ctrl-C ends all within two seconds; --resume goes on from there.
     """
-    with _told("train"), _blamed(config, context):
+    with _told("train", json), _blamed(config, context):
         given = _given(context)
         if resume is not None and config is not None:
             raise ValueError("--config cannot be given with --resume: a run goes on as it was begun.")
@@ -269,7 +269,7 @@ def compare(
 
     Network, data and seeds are the same for all. Without --target it is the best that all of them came to.
     """
-    with _told("compare"), _blamed(config, context):
+    with _told("compare", json), _blamed(config, context):
         from thinwire.jobs.compare import asked
 
         _refuse_as_worker()
@@ -293,9 +293,9 @@ def demo(
 
 
 @contextmanager
-def _told(command: str) -> Iterator[None]:
+def _told(command: str, figures_only: bool = False) -> Iterator[None]:
     """A user's mistake and a machine's refusal are one message and no traceback. Who reads it may have gone."""
-    with outlived(), _refused(command):
+    with outlived(figures_only), _refused(command):
         yield
 
 
