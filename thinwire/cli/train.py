@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from thinwire.cli.help import examples
+from thinwire.cli.mistakes import blamed, named, told
 from thinwire.cli.options import Json, print_figures
-from thinwire.cli.streams import outlived
-from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,7 +204,7 @@ def train(
     Starts the workers itself: in the lab if a network is named, else on loopback. Under torchrun it is one worker.
     Ctrl-C ends all within two seconds; --resume goes on from there.
     """
-    with _told("train", json), _blamed(config, context):
+    with told("train", json), blamed(config, context):
         given = _given(context)
         if resume is not None and config is not None:
             raise ValueError("--config cannot be given with --resume: a run goes on as it was begun.")
@@ -269,7 +266,7 @@ def compare(
 
     Network, data and seeds are the same for all. Without --target it is the best that all of them came to.
     """
-    with _told("compare", json), _blamed(config, context):
+    with told("compare", json), blamed(config, context):
         from thinwire.jobs.compare import asked
 
         _refuse_as_worker()
@@ -282,7 +279,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Plain DDP against adaptive: four hosts on a network that nobody can foresee. Takes two to three minutes."""
-    with _told("demo"):
+    with told("demo"):
         from thinwire.jobs import compare
 
         _refuse_as_worker()
@@ -290,43 +287,6 @@ def demo(
         if note:
             typer.echo(note, err=True)
         raise typer.Exit(_compare(job, methods, 1, json, stem="demo"))
-
-
-@contextmanager
-def _told(command: str, figures_only: bool = False) -> Iterator[None]:
-    """A user's mistake and a machine's refusal are one message and no traceback. Who reads it may have gone."""
-    with outlived(figures_only), _refused(command):
-        yield
-
-
-@contextmanager
-def _refused(command: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, ThinwireError) as error:
-        typer.echo(f"thinwire {command}: {error}", err=True)
-        raise typer.Exit(2) from error
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"thinwire {command}: {where}{error.strerror or error}.", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt as interrupt:
-        raise typer.Exit(130) from interrupt
-
-
-@contextmanager
-def _blamed(config: Path | None, context: typer.Context) -> Iterator[None]:
-    """A mistake in a file of settings is told with its line, also where it is found only when the setting is used."""
-    try:
-        yield
-    except ValueError as error:
-        from thinwire.jobs.job import Mistake
-        from thinwire.jobs.settings import Settings
-
-        if config is None or not isinstance(error, Mistake):
-            raise
-        with Settings.read(config, also=("methods", "seeds")).blamed(_named(context)):
-            raise
 
 
 def _is_worker() -> bool:
@@ -346,11 +306,7 @@ def _given(context: typer.Context) -> dict[str, Any]:
     """The settings of a job that were on the command line."""
     from thinwire.jobs.job import KEYS
 
-    return {key: value for key, value in _named(context).items() if key in KEYS}
-
-
-def _named(context: typer.Context) -> dict[str, Any]:
-    return {key: value for key, value in context.params.items() if value is not None}
+    return {key: value for key, value in named(context).items() if key in KEYS}
 
 
 def _job(config: Path | None, given: dict[str, Any]) -> Job:
