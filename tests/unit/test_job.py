@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.disks import fill, small_disk
 from thinwire.jobs.job import KEYS, Job, read_job, write_job
 
 
@@ -128,6 +130,17 @@ def test_a_run_remembers_its_job(tmp_path: Path) -> None:
     assert facts["format"] == 1 and facts["command"] == ["thinwire", "train"]
     assert {"python", "thinwire", "torch"} <= facts["versions"].keys() and facts["machine"]["cores"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+
+
+def test_a_job_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    write_job(tmp_path, Job(steps=10), [])
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        shutil.copy(tmp_path / "job.json", disk)
+        fill(disk)
+        with pytest.raises(OSError):
+            write_job(disk, Job(steps=20), [])
+        assert read_job(disk).steps == 10
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "job.json"]
 
 
 def test_a_run_that_goes_on_remembers_every_start(tmp_path: Path) -> None:

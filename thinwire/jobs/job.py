@@ -8,7 +8,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -343,8 +343,13 @@ def write_job(folder: Path, job: Job, command: Sequence[str]) -> None:
         "resumed": [*before[1:], start] if before else [],
     }
     temporary = folder / f"{JOB}.tmp"
-    temporary.write_text(json.dumps(facts, indent=1) + "\n")
-    os.replace(temporary, folder / JOB)
+    try:
+        temporary.write_text(json.dumps(facts, indent=1) + "\n")
+        os.replace(temporary, folder / JOB)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
