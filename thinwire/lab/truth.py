@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,10 @@ class Truth:
 
     def __init__(self, path: Path, mode: Literal["w", "a"], say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
+        whole = mode == "w" or _ends_a_line(path)
         self._file: TextIO = path.open(mode, buffering=1)
+        if not whole:  # the disk was full then
+            self._put("\n")
 
     def write(self, change: Change, elapsed: float, wall: float, conditions: Conditions) -> None:
         """This change came true so many seconds after the beginning, at this time on the wall, and led to that."""
@@ -39,8 +43,11 @@ class Truth:
             "set": {key: None if value == math.inf else value for key, value in change.values.items()},
             "now": conditions.summary(),
         }
+        self._put(json.dumps(record) + "\n")
+
+    def _put(self, line: str) -> None:
         try:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(line)
         except OSError as error:
             self.close()
             self._say(f"the truth in {self._path} ends here: {error.strerror}.")
@@ -48,3 +55,12 @@ class Truth:
     def close(self) -> None:
         with suppress(OSError):  # what could not be written is still waiting to be
             self._file.close()
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether what is appended begins a line of its own."""
+    if not path.exists() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
