@@ -166,6 +166,21 @@ def test_where_nobody_knows_what_was_sent_of_a_layer_it_is_said(tmp_path: Path, 
     assert "sent" not in layers_of(folder)[0] and "What was sent of each is not known." in made(folder).words("p")
 
 
+@pytest.mark.parametrize(("method", "known"), [("ddp-fp16", True), ("ddp-powersgd", False)])
+def test_where_every_entry_is_sent_as_half_of_its_bits_all_layers_are_sent_alike(
+    tmp_path: Path, method: str, known: bool
+) -> None:
+    plan = {"exchange": method, "collective": "torch", "ratio": 0.5}
+    of_step = {"plan": plan, "sent_bytes": 500, "dense_bytes": 1000}
+    folder = recorded.run(tmp_path / "run", method="ddp", steps=20)
+    rewrite(
+        folder / "records.jsonl",
+        lambda lines: [line | of_step if line["kind"] == "step" else line for line in lines],
+    )
+    spec, run = layers_of(folder)
+    assert ("sent" in spec) == known and (sum(run.sent_of_layers) > 0) == known
+
+
 def test_evaluating_is_not_training_time(tmp_path: Path) -> None:
     run = folders.read_run(recorded.run(tmp_path / "run", steps=200))
     last = run.evaluations[-1]

@@ -19,6 +19,7 @@ from thinwire.report.reading import LONGEST_TEXT, number, text
 Floats = NDArray[np.float64]
 Columns = tuple[Floats, ...]
 
+HALF = "ddp-fp16"  # its ratio is that of bytes, not of entries
 USUAL_BROADCAST, USUAL_VALUES = "tree", "float32"  # which a name leaves out, as everywhere
 
 OF_STEP = (
@@ -78,6 +79,8 @@ class PlanName(NamedTuple):
     @property
     def sends_all(self) -> bool:
         """Whether every entry is sent, in however many bits. Compressors that choose are written with their ratio."""
+        if self.exchange == HALF:
+            return True
         return ":" not in self.ratio if isinstance(self.ratio, str) else self.ratio in (None, 1.0)
 
     def __str__(self) -> str:
