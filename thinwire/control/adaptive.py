@@ -21,6 +21,7 @@ from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
 from thinwire.control.prices import Prices, Way
 from thinwire.control.view import Floats, View, way_of
+from thinwire.control.wording import course_of_latency, course_of_rate, course_of_step
 from thinwire.types import Network, Plan
 
 OBJECTIVES = ("goodput", "seconds", "knee")
@@ -271,9 +272,9 @@ class Adaptive:
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
         change = self.change if is_rested else max(self.change, URGENT)
         if _changed(standing.alpha, view.assumed.alpha, change):
-            return f"latency went from {_short(standing.alpha)} to {_short(view.assumed.alpha)}"
+            return course_of_latency(standing.alpha, view.assumed.alpha)
         if _changed(standing.beta, view.assumed.beta, change):
-            return _course_of_rate(standing, view.assumed.beta, view.hope.factor)
+            return course_of_rate(None if standing.hope > 1 else standing.beta, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         if gain < self._least_gain(standing.plan.exchange):
             return f"gain would fall to {gain:.2g}, under the least allowed"
@@ -287,7 +288,7 @@ class Adaptive:
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
-            return _course(None if standing.guessed else standing.seconds, now.seconds)
+            return course_of_step(None if standing.guessed else standing.seconds, now.seconds)
         return None
 
     # --- what
@@ -421,42 +422,8 @@ def two_digit_ratios(low: float, high: float) -> Floats:
     return np.array(sorted({low, high} | {ratio for ratio in between if low < ratio < high}))
 
 
-def rate_of(beta: float) -> str:
-    """Seconds per byte as people say it.
-
-    >>> rate_of(8e-8), rate_of(1e-9)
-    ('100 Mbit/s', '8 Gbit/s')
-    """
-    mbit = 8e-6 / beta
-    return f"{mbit:.3g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:.3g} Gbit/s"
-
-
 def _by_cost(candidate: Candidate) -> tuple[float, str]:
     return candidate.cost, str(candidate.plan)
-
-
-def _course_of_rate(standing: Standing, beta: float, hope: int) -> str:
-    if hope > 1:
-        return f"nobody has seen the rate for a while, and it may be {rate_of(beta)} by now"
-    if standing.hope > 1 or standing.beta is None:
-        return f"the rate is taken as it was last seen, {rate_of(beta)}"
-    return f"rate went from {rate_of(standing.beta)} to {rate_of(beta)}"
-
-
-def _course(before: float | None, now: float) -> str:
-    """
-    >>> _course(0.1, 2.0), _course(None, 0.0049)
-    ('a step went from 100 ms to 2 s', 'a step was measured: 4.9 ms')
-    """
-    return (
-        f"a step was measured: {_short(now)}"
-        if before is None
-        else f"a step went from {_short(before)} to {_short(now)}"
-    )
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _changed(then: float, now: float, share: float) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from thinwire.control.adaptive import Candidate, Decision, Standing, rate_of
+from thinwire.control.adaptive import Candidate, Decision, Standing
 from thinwire.control.view import View
+from thinwire.control.wording import rate_of
 from thinwire.types import Plan, StepRecord
 
 SHOWN = 8  # candidates
