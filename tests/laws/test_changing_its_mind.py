@@ -157,7 +157,7 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         net, seen = a_net(200_000), link.read_out
         sync = Synchronizer(net, link=link, records=path)
         link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
-        for number in range(PATIENCE + 25):
+        for number in range(PATIENCE + 15):
             step(sync, net, number, seconds=0.02)
         if link.rank == 0:
             capsys.readouterr()

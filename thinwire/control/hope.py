@@ -1,12 +1,12 @@
 """Hope: that a rate which nobody has seen for long, as where messages are single packets, has risen meanwhile.
 
 A fall would be seen, because then packets queue; but a rise may never be, since by the old rate it seems best to send
-little. Exchanges then take less time than they did, and once that is beyond doubt it is hoped that the rate has
+little. Exchanges then take less time than they did, and when that is beyond doubt it is hoped that the rate has
 doubled; where their bytes take too little time for it to show, that is hoped now and then for no reason. To hope is to
 decide for twice the rate.
 
-If more is then sent, the rate may be seen. If not, how long exchanges take tells whether the hope was in vain, and then
-it is done half as readily; or whether it has come true, and then twice as much is hoped for at once.
+If more is then sent, the rate may be seen. If not, how much longer exchanges take than those before tells whether the
+hope was in vain, and then it is done half as readily; or whether it has come true, and then twice as much is hoped for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNLIKELY = -0.5  # below which nothing more is hoped for
 
 @dataclass(frozen=True)
 class Hope:
-    """See the module.
+    """See the module. All times in seconds.
 
     Attributes:
         factor: times the rate that was last seen is what to decide for.
@@ -36,6 +36,8 @@ class Hope:
         evidence: log odds that the rate is `factor` times what it was and not half of that (Wald 1945); while nothing
             is hoped for, that it is twice what it was, as far as that speaks for it (Page 1954).
         highest: factor to hope for at once where half of it has come true; less after one that was in vain.
+        moved: what moving its bytes takes the plan that ran before more was hoped for, if that is true.
+        saved: what that plan then takes less than by the rate by which it was known what is usual.
     """
 
     factor: int = 1
@@ -43,52 +45,73 @@ class Hope:
     patience: int = PATIENCE
     evidence: float = 0.0
     highest: int = FARTHEST
+    moved: float = 0.0
+    saved: float = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be seen what comes of it, or whether there is reason to hope."""
-        return self.evidence >= MOST if self.factor == 1 else self.evidence < SURE and self.factor < FARTHEST
+        """Whether it is still to be seen what comes of it."""
+        return self.factor > 1 and self.evidence < SURE
 
     def after_a_look(self) -> Hope:
         """The rate was seen, and is what it was."""
         return replace(self, steps=0, evidence=0.0) if self.factor == 1 else self._in_vain()
 
-    def after_an_exchange(self, late: float, moving: float) -> Hope:
+    def after_an_exchange(self, late: float, moving: float, noise: float) -> Hope:
         """An exchange ended so much later than expected, and moving its bytes was expected to take so long.
 
-        Both in deviations of what an exchange takes, since that is noise: log odds of normal distributions, one at 0
-        and one where the rate would be half, or twice, what is expected.
+        If what is hoped for is true, it has come about lately, and exchanges of all plans take what is expected; or
+        long ago, and then what is usual has come to be less, and only those of another plan than before tell.
+
+        Args:
+            noise: the deviation of what an exchange takes.
         """
         if self.factor == 1:
-            evidence = max(0.0, self._with(moving / 2 * (-late - moving / 4)))
-            reason = SURE * self.patience / PATIENCE
-            return replace(self, evidence=evidence) if evidence < reason else self._for_more()
-        evidence = self._with(moving * (moving / 2 - late))
+            return self._with_a_hint(_odds(-moving / 2, late, noise), moving, shows=moving / 2 > noise)
+        if not self.is_open:
+            return self if self.factor == FARTHEST else self._after_nothing(self.patience, moving)
+        lately, long_ago = _odds(moving, late, noise), _odds(moving - self.moved, late - self.saved, noise)
+        evidence = rounded(self.evidence - min(lately, long_ago))
         if evidence <= IN_VAIN:
             return self._in_vain()
-        if evidence < SURE or self.factor >= self.highest:
-            return replace(self, evidence=min(evidence, SURE))
-        return self._for_more()
+        if evidence >= SURE and self.factor < self.highest:
+            return self._for_more(moving)
+        return replace(self, evidence=min(evidence, SURE))._after_nothing(self.patience, moving)
 
-    def _with(self, odds: float) -> float:
-        return rounded(self.evidence + min(MOST, max(-MOST, odds)))
+    def _with_a_hint(self, odds: float, moving: float, shows: bool) -> Hope:
+        evidence = max(0.0, rounded(self.evidence + odds))
+        if evidence >= (SURE if self.patience == PATIENCE else SURE + MOST):
+            return self._for_more(moving)
+        return replace(self, evidence=evidence)._after_nothing(MOST_PATIENCE if shows else self.patience, moving)
 
-    def after_nothing(self) -> Hope:
+    def _after_nothing(self, patience: int, moving: float) -> Hope:
         """Nobody has seen anything."""
-        if self.steps + 1 < self.patience:
+        if self.steps + 1 < patience:
             return replace(self, steps=self.steps + 1)
-        if self.factor == FARTHEST:
-            return replace(self, steps=0)
-        return self._for_more() if self.evidence > UNLIKELY else self._in_vain()
+        return self._for_more(moving) if self.evidence > UNLIKELY and self.factor < FARTHEST else self._in_vain()
 
-    def _for_more(self) -> Hope:
-        factor = 2 * self.factor
-        return Hope(factor, patience=self.patience, highest=self.highest if factor <= self.highest else FARTHEST)
+    def _for_more(self, moving: float) -> Hope:
+        factor, half = 2 * self.factor, rounded(moving / 2)
+        highest = self.highest if factor <= self.highest else FARTHEST
+        saved = rounded(half + (self.saved if self.is_open else 0.0))
+        return Hope(factor, patience=self.patience, highest=highest, moved=half, saved=saved)
 
     def _in_vain(self) -> Hope:
         return Hope(patience=min(2 * self.patience, MOST_PATIENCE), highest=self.factor // 2)
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Hope:
-        counts = {name: int(state[name]) for name in ("factor", "steps", "patience", "highest")}
-        return cls(**counts, evidence=float(state["evidence"]))
+        return cls(
+            factor=int(state["factor"]),
+            steps=int(state["steps"]),
+            patience=int(state["patience"]),
+            evidence=float(state["evidence"]),
+            highest=int(state["highest"]),
+            moved=float(state["moved"]),
+            saved=float(state["saved"]),
+        )
+
+
+def _odds(worse: float, late: float, noise: float) -> float:
+    """The log odds that an exchange is `worse` rather than 0 later, of normal distributions, when it was so late."""
+    return min(MOST, max(-MOST, worse * (late - worse / 2) / noise**2))

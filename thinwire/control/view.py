@@ -251,13 +251,12 @@ class View:
 
     def _hope_after(self, way: Way, beyond: float, moving: float, exchange: float) -> Hope:
         """What to hope for after an exchange that showed no rate, in which moving bytes is held to take so long."""
-        usual = self.extra.get(str(way)) or min(self.extra.values(), key=lambda known: known.value, default=None)
-        if way.collective == "torch" or usual is None or usual.samples < WELL_KNOWN:
-            return self.hope  # with nothing to compare it with
-        late, noise = beyond - usual.value, NOTICEABLE * exchange
-        hope = self.hope.after_an_exchange(late / noise, moving / noise)
-        would_show = moving / 2 > noise  # in how long an exchange takes, if the rate had doubled
-        return hope if would_show else hope.after_nothing()
+        if way.collective == "torch":
+            return self.hope  # since it shows nothing
+        known = {name: running for name, running in self.extra.items() if running.samples >= WELL_KNOWN}
+        usual = known.get(str(way)) or min(known.values(), key=lambda running: running.value, default=None)
+        late = 0.0 if usual is None else beyond - usual.value
+        return self.hope.after_an_exchange(late, moving, NOTICEABLE * exchange)
 
     # --- what follows from it
 

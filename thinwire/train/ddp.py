@@ -59,8 +59,7 @@ def attach(
         raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
     if model._comm_hooks:
         raise RuntimeError("this model has a communication hook already, and DDP takes only one. Wrap the module anew.")
-    if exchange != "dense":
-        rehearse()
+    rehearse()
     comm = Synchronizer(
         model.module,
         exchange,

@@ -1,7 +1,8 @@
 """Before the first step: run what numba compiles on first use, so that no step has to wait for it.
 
 On a machine that has never run thinwire, compiling takes some ten seconds; it is then kept on disk. In a first step it
-would look like compression that takes that long, and a controller would not compress again for a while.
+would look like compression that takes that long, and a controller would not compress again for a while. What is fixed
+is priced too, as soon as the network is known.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import nn
 from thinwire.compress.base import has_kernels, multiply
 from thinwire.compress.histogram import Histogram
 from thinwire.compress.quantize import Compressor, Draw
+from thinwire.control.prices import Prices, ways
 from thinwire.link.base import Link
 from thinwire.link.thread import ThreadWorld
 from thinwire.train.sync import Synchronizer
+from thinwire.types import Network
 
 ENTRIES = 1 << 13  # more than are looked at whole
 RATIOS = (0.01, 0.1)  # at which indices are coded in different ways
@@ -37,6 +40,7 @@ def rehearse() -> None:
     begin = time.monotonic()
     Histogram.of(numbers)
     multiply(numbers, 0.5)
+    Prices(ENTRIES, 4, 2, ways(2, has_group=False)).table(Network(alpha=1e-3, beta=1e-9), RATIOS)
     ThreadWorld(2).run(_exchange)
     if time.monotonic() - begin > NOTICEABLE_SECONDS:
         log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
