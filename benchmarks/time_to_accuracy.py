@@ -10,6 +10,9 @@ that of the mean of the last five models (Polyak & Juditsky 1992): a single one'
 second to second, which would say more of luck than of the method. The runs of one network and seed follow each other in
 the same processes, over connections of their own: those of the run before may still be recovering from what they met.
 Before each the network is as at the beginning, and from its first step on it changes as its schedule says.
+
+The machine may be another's too, and then is a third slower for minutes. What a forward pass costs a processor is the
+same for all methods, so it tells: a run in which it cost a sixth more than in the fastest is made again, twice at most.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -48,6 +52,8 @@ RESULTS = HERE / "results" / "time_to_accuracy.json"
 HOSTS, BATCH, RATE = 8, 16, 0.01
 SECONDS, KEPT_EVERY, AVERAGED = 60.0, 1.0, 5
 TARGETS = (0.80, 0.83, 0.85)
+SLOWER, ATTEMPTS = 1.17, 3
+TIMED_EVERY = 10  # steps: a look at the processor's clock costs something too
 
 # Rates are divided, so that sending is to computing as for a model of the size that networks like these are met with:
 # a ResNet-18 is 59 times as large as this one, and eight hosts here have two cores. c1 and c2 last as long as a run.
@@ -84,14 +90,32 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
     if not arguments.table:
         for seed, network in itertools.product(range(arguments.seeds), arguments.networks.split(",")):
-            wanted = [m for m in arguments.methods.split(",") if f"{network} {m} {seed}" not in kept["runs"]]
-            for method, result in runs(network, wanted, seed):
-                kept["runs"][f"{network} {method} {seed}"] = result
-                kept |= {"command": "python benchmarks/time_to_accuracy.py", **describe_machine()}
-                RESULTS.write_text(json.dumps(kept) + "\n")
+            for _ in range(ATTEMPTS):
+                names = {f"{network} {method} {seed}": method for method in arguments.methods.split(",")}
+                wanted = [method for name, method in names.items() if is_wanted(name, kept["runs"])]
+                for method, result in runs(network, wanted, seed):
+                    name = f"{network} {method} {seed}"
+                    kept["runs"][name] = quieter(kept["runs"].get(name), result)
+                    kept |= {"command": "python benchmarks/time_to_accuracy.py", **describe_machine()}
+                    RESULTS.write_text(json.dumps(kept) + "\n")
     text = table(kept["runs"])
     RESULTS.with_suffix(".md").write_text(text)
     print(text, end="")
+
+
+def is_wanted(name: str, known: dict[str, Any]) -> bool:
+    """Whether there is no such run, or only one of a time when the machine was slow."""
+    fastest = min((run["forward_ms"] for run in known.values()), default=math.inf)
+    run = known.get(name)
+    return run is None or (run["forward_ms"] > SLOWER * fastest and run["attempts"] < ATTEMPTS)
+
+
+def quieter(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """Of two attempts at the same run, that of the time when the machine was faster."""
+    if before is None:
+        return now | {"attempts": 1}
+    best = min(before, now, key=lambda run: float(run["forward_ms"]))
+    return best | {"attempts": before["attempts"] + 1}
 
 
 def runs(network: str, methods: list[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -214,7 +238,7 @@ def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], folde
     comm = attach(model, method, folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, fused=True)
     order = torch.Generator().manual_seed(1000 * seed + rank)
-    kept, plans = [(0.0, 0, parameters(model))], list[Any]()
+    kept, plans, forward = [(0.0, 0, parameters(model))], list[Any](), list[float]()
     steps, more = 0, torch.ones(1)  # steps to make before the hosts ask each other whether it is over
     dist.barrier(group)
     (folder / f"{method}.begins").touch()
@@ -223,7 +247,12 @@ def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], folde
         for _ in range(int(more)):
             batch = torch.randint(len(images), (BATCH,), generator=order)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(scaled(images[batch])), labels[batch]).backward()
+            is_timed = steps % TIMED_EVERY == 0
+            start = time.thread_time() if is_timed else 0.0
+            loss: torch.Tensor = nn.functional.cross_entropy(model(scaled(images[batch])), labels[batch])
+            if is_timed:
+                forward.append(time.thread_time() - start)
+            loss.backward()
             optimizer.step()
             steps += 1
             elapsed = time.monotonic() - begin
@@ -240,6 +269,7 @@ def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], folde
         return {}
     return {
         "steps": steps,
+        "forward_ms": round(1e3 * statistics.median(forward), 4),
         "accuracy": curve_of(kept),
         "plans": plans,
         "decisions": decisions(folder / f"{method}.records"),

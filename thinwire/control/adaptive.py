@@ -27,7 +27,7 @@ from thinwire.types import Network, Plan
 OBJECTIVES = ("goodput", "seconds", "knee")
 EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
-PRICED_RATIOS = 9
+PRICED_RATIOS = 5
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
 PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
 URGENT = 0.4  # by so much, or by what makes a change if that is more

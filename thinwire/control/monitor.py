@@ -50,7 +50,8 @@ LONG_AGO_SECONDS = 30.0  # after which a round trip is no reason any more to dis
 
 PROBE_SHARE = 0.009  # of the bytes sent: under 1 %
 CALM_SHARE = 0.005  # while nothing moves, so that there is something left for when it does
-PROBES_PER_SECOND = 100.0  # each costs two processes some 30 microseconds
+PROBES_PER_SECOND = 50.0  # each wakes two processes, who then do not compute
+CALM_PROBES_PER_SECOND = 10.0
 LEAST_PROBES_PER_SECOND = 1.0  # whatever is sent
 PROBES_AT_ONCE = 4
 RESTLESS = 8  # steps after a number has moved, or seemed to
@@ -242,9 +243,9 @@ class Monitor:
         """The peers to probe now: in turn, as many as what was sent pays for, and at least one a second."""
         now, peers = self._clock(), len(self._turn)
         since = now - self._asked_at
-        share = PROBE_SHARE if self._restless else CALM_SHARE
+        share, rate = (PROBE_SHARE, PROBES_PER_SECOND) if self._restless else (CALM_SHARE, CALM_PROBES_PER_SECOND)
         paid = (share * self._sent_bytes - self._probe_bytes) / PROBE_BYTES
-        due = min(int(paid), int(since * PROBES_PER_SECOND), PROBES_AT_ONCE, peers)
+        due = min(int(paid), int(since * rate), PROBES_AT_ONCE, peers)
         if due <= 0:
             due = min(int(since * LEAST_PROBES_PER_SECOND), 1, peers)
         if due <= 0:
