@@ -249,7 +249,7 @@ def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], folde
             optimizer.zero_grad()
             is_timed = steps % TIMED_EVERY == 0
             start = time.thread_time() if is_timed else 0.0
-            loss: torch.Tensor = nn.functional.cross_entropy(model(scaled(images[batch])), labels[batch])
+            loss = nn.functional.cross_entropy(model(scaled(images[batch])), labels[batch])
             if is_timed:
                 forward.append(time.thread_time() - start)
             loss.backward()
