@@ -166,10 +166,10 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         return capsys.readouterr().out if link.rank == 0 else ""
 
     text = ThreadWorld(3, Network(alpha=2e-2, beta=8e-8)).run(program)[0]
-    assert "100 Mbit/s per host, in the hope of 200 Mbit/s" in text
+    assert "100 Mbit/s per host, in the hope of 800 Mbit/s" in text
     hoped = [r for r in records.read(path) if r["kind"] == "decision" and r["hope"] > 1]
     assert hoped and all(decision["beta"] == pytest.approx(8e-8, rel=0.01) for decision in hoped)
-    assert hoped[0]["trigger"] == "nobody has seen the rate for a while, and it may be 200 Mbit/s by now"
+    assert hoped[0]["trigger"] == "nobody has seen the rate for a while, and it may be 800 Mbit/s by now"
 
 
 def replace_stretches(reading: Reading) -> Reading:
