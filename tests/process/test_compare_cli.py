@@ -16,11 +16,6 @@ from thinwire.lab import namespaces
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 def test_a_comparison_ends_with_a_table_a_file_and_one_report(out: Path) -> None:
     words = ["--hosts", "2", "--steps", "40", "--target", "0.3", "--evaluate-every", "0.2"]
     methods = ["--methods", "ddp,adaptive,star-topk@0.01:tree"]

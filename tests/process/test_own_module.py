@@ -17,11 +17,6 @@ from thinwire.jobs import outcome
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 OWN = """
 import torch
 from torch import nn

@@ -20,11 +20,6 @@ from thinwire.jobs.job import Job, write_job
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 def test_only_limits_may_change_when_a_run_goes_on(out: Path) -> None:
     (out / "one").mkdir(parents=True)
     write_job(out / "one", Job(hosts=1), [])

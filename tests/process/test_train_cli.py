@@ -37,11 +37,6 @@ from thinwire.lab import namespaces
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 @timing
 def test_no_step_waits_for_what_has_to_be_compiled_on_a_machine_that_has_never_run_this(tmp_path: Path) -> None:
     run = tmp_path / f"run-{time.monotonic_ns()}"

@@ -283,7 +283,7 @@ class Adaptive:
         if age % self.patience:
             return None  # what follows is slow to change
         now = self.judge(standing.plan, view, view.assumed, prices)
-        if not standing.guessed and age * max(standing.seconds, now.seconds) < PAUSE_SECONDS:
+        if not is_rested and age * now.seconds < PAUSE_SECONDS:
             return None
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"

@@ -235,9 +235,15 @@ class View:
             return self
         network = Network(alpha=_coarse(network.alpha), beta=_coarse(network.beta))
         price = prices.seconds(way, plan.ratio, network)
-        moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
         beyond = exchange - compress - price - self.handling(way, prices)
-        hope = self.hope.after_a_look() if rate_is_new else self._hope_after(way, beyond, moving, exchange)
+        hope = self.hope
+        if rate_is_new:
+            hope = hope.after_a_look()
+        elif way.collective != "torch":  # which shows nothing
+            moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
+            usual = self._usual_extra(way, WELL_KNOWN)
+            late = 0.0 if usual is None else beyond - usual.value
+            hope = hope.after_an_exchange(late, moving, NOTICEABLE * exchange)
         extras, held_back = dict(self.extra), self.held_back
         if not hope.is_open:  # or it may be the rate that is not what it is held to be
             held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
@@ -248,15 +254,6 @@ class View:
                 known = extras.get(oldest.way)
                 extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
         return replace(self, hope=hope, extra=extras, held_back=held_back)
-
-    def _hope_after(self, way: Way, beyond: float, moving: float, exchange: float) -> Hope:
-        """What to hope for after an exchange that showed no rate, in which moving bytes is held to take so long."""
-        if way.collective == "torch":
-            return self.hope  # since it shows nothing
-        known = {name: running for name, running in self.extra.items() if running.samples >= WELL_KNOWN}
-        usual = known.get(str(way)) or min(known.values(), key=lambda running: running.value, default=None)
-        late = 0.0 if usual is None else beyond - usual.value
-        return self.hope.after_an_exchange(late, moving, NOTICEABLE * exchange)
 
     # --- what follows from it
 
@@ -284,16 +281,17 @@ class View:
         """
         if str(way) == str(runs) and str(runs) in self.extra:
             return np.full_like(expected, self.extra[str(runs)].value)
-        doubt = DOUBT * expected
-        usual = np.minimum(doubt, self._usual_extra(runs))
+        doubt, known_best = DOUBT * expected, self._usual_extra(runs)
+        usual = np.minimum(doubt, 0.0 if known_best is None else known_best.value)
         if str(way) not in self.extra:
             return usual
         known: Floats = np.full_like(expected, self.extra[str(way)].value)
         return np.clip(usual, known - doubt, known + doubt)
 
-    def _usual_extra(self, runs: Way) -> float:
-        known = self.extra.get(str(runs))
-        return known.value if known is not None else min((other.value for other in self.extra.values()), default=0.0)
+    def _usual_extra(self, way: Way, samples: int = 1) -> Running | None:
+        """What this way takes, or else the one that takes the least, of those that are known by so many samples."""
+        known = {name: running for name, running in self.extra.items() if running.samples >= samples}
+        return known.get(str(way)) or min(known.values(), key=lambda running: running.value, default=None)
 
     def to_json(self) -> dict[str, Any]:
         def plain(running: Running | None) -> list[float] | None:

@@ -6,6 +6,7 @@ and doubly stochastic is what Tang et al. 2018 assume.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable
@@ -56,6 +57,12 @@ class Topology:
     def static(self) -> bool:
         """Whether the neighbours are the same at every step, which methods that keep replicas need."""
         return self.period == 1
+
+    @property
+    def digest(self) -> str:
+        """Of W, rounded: the same W may be computed otherwise to the last bit on another machine."""
+        rounded = [matrix.astype("<f8").round(9) + 0.0 for matrix in self.matrices]
+        return hashlib.sha256(b"".join(W.tobytes() for W in rounded)).hexdigest()[:16]
 
     def weights(self, step: int = 0) -> Array:
         """W at this step."""

@@ -59,7 +59,7 @@ def attach(
         raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
     if model._comm_hooks:
         raise RuntimeError("this model has a communication hook already, and DDP takes only one. Wrap the module anew.")
-    rehearse()
+    rehearse(compresses=exchange != "dense")
     comm = Synchronizer(
         model.module,
         exchange,

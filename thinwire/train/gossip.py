@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Collection, Mapping
@@ -306,7 +305,7 @@ class Gossip:
             "rank": self.link.rank,
             "world_size": self.link.world_size,
             "plan": self._plan,
-            "mixing matrix": _digest(self.topology),
+            "mixing matrix": self.topology.digest,
             "compressor": str(self.compressor),
             "step": numbers["t"],
             "skipped": numbers["skipped"],
@@ -328,7 +327,7 @@ class Gossip:
                     f"this state has {field} {state.get(field)!r}, this run has {ours!r}: every node keeps a model and "
                     "replicas of its own, so each must load the state that it saved, in a run of the same settings."
                 )
-        W = _digest(self.topology)
+        W = self.topology.digest
         if state.get("mixing matrix", W) != W:
             raise ValueError(
                 f"this state was saved with another mixing matrix W (digest {state['mixing matrix']}, here {W}): give "
@@ -443,9 +442,3 @@ def _check_names(model: nn.Module, ignore: Collection[str]) -> None:
     unknown = sorted(set(ignore) - {name for name, _ in model.named_parameters()})
     if unknown:
         raise ValueError(f"ignore names what is no parameter of this model: {', '.join(map(repr, unknown))}.")
-
-
-def _digest(topology: Topology) -> str:
-    """Of W, rounded: the same W may be computed otherwise to the last bit on another machine."""
-    rounded = [matrix.astype("<f8").round(9) + 0.0 for matrix in topology.matrices]
-    return hashlib.sha256(b"".join(W.tobytes() for W in rounded)).hexdigest()[:16]

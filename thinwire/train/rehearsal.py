@@ -32,16 +32,21 @@ log = logging.getLogger("thinwire")
 
 
 @functools.cache
-def rehearse() -> None:
-    """Exchange a small gradient between two threads, in every way that the controller may choose. Once per process."""
+def rehearse(compresses: bool = True) -> None:
+    """Price an exchange, and compress in every way that the controller may choose. Once per process.
+
+    Args:
+        compresses: whether what follows may; if not, pricing is all that there is to compile.
+    """
     numbers = torch.ones(ENTRIES)
     if not has_kernels(numbers):
         return
     begin = time.monotonic()
-    Histogram.of(numbers)
-    multiply(numbers, 0.5)
     Prices(ENTRIES, 4, 2, ways(2, has_group=False)).table(Network(alpha=1e-3, beta=1e-9), RATIOS)
-    ThreadWorld(2).run(_exchange)
+    if compresses:
+        Histogram.of(numbers)
+        multiply(numbers, 0.5)
+        ThreadWorld(2).run(_exchange)
     if time.monotonic() - begin > NOTICEABLE_SECONDS:
         log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
 
@@ -52,6 +57,7 @@ def rehearse_compressor(compressor: Compressor, dtype: torch.dtype) -> None:
 
 
 def _exchange(link: Link) -> None:
+    """A small gradient, between two threads."""
     model = nn.Linear(ENTRIES, 1, bias=False)
     model.weight.grad = torch.linspace(-1, 1, ENTRIES).view(1, -1)
     for exchange in ("topk-allgather", "star-topk"):
