@@ -45,6 +45,7 @@ class TorchAllReduce(Collective):
         messages, entries = _sent(link.rank, link.world_size, tensor.numel())
         link.sent_messages += messages
         link.sent_bytes += entries * tensor.element_size()
+        link.native_bytes += entries * tensor.element_size()
 
 
 @cache

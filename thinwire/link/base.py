@@ -72,6 +72,7 @@ class Link(ABC):
         moment: the step, plan and collective that the next messages belong to.
         sent_bytes: payload bytes handed to `send` so far.
         sent_messages: messages handed to `send` so far. Each costs `header_bytes` on top of its payload.
+        native_bytes: those of `sent_bytes` that went over torch's own connections instead.
         group: the process group that the ranks came from, if they did.
     """
 
@@ -86,6 +87,7 @@ class Link(ABC):
         self.moment = Moment()
         self.sent_bytes = 0
         self.sent_messages = 0
+        self.native_bytes = 0
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """Start sending a contiguous tensor. Leave it alone until the work was waited on."""

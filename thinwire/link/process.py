@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from thinwire.errors import LinkError, LinkTimeout, PeerLost
 from thinwire.link.address import own_address
-from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Stretch, Work, check_timeout, where
-from thinwire.link.tcp_info import Seen, connections
+from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Work, check_timeout, where
+from thinwire.link.tcp_info import Deliveries, Seen, connections
 from thinwire.types import Moment
 
 _TAGS = 2**31
@@ -55,7 +55,7 @@ class ProcessLink(Link):
         self._idle_waiters: list[_Waiter] = []
         self._rank_on: dict[str, int] | None = None  # by address; None until all ranks have told theirs
         self._readings = 0
-        self._acked: dict[int, int] = {}
+        self._deliveries = Deliveries()
         self._tell_address()
 
     def now(self) -> float:
@@ -75,8 +75,7 @@ class ProcessLink(Link):
         self._readings += 1
         seen = connections()
         trips = self._round_trips(seen)
-        stretch = self._fastest(seen)
-        self._acked = {each.inode: each.info.bytes_acked for each in seen}
+        stretch = self._deliveries.since(each for each in seen if not self._rank_on or each.host in self._rank_on)
         return Reading(tuple(trips.items()), (stretch,) if stretch else ())
 
     def _round_trips(self, seen: list[Seen]) -> dict[int, float]:
@@ -89,15 +88,6 @@ class ProcessLink(Link):
         if any(peer >= 0 for peer in trips):
             trips.pop(-1, None)
         return trips
-
-    def _fastest(self, seen: list[Seen]) -> Stretch | None:
-        """What the fastest connection has delivered since the last look, among those that had enough to send."""
-        fresh = [(each, each.info.bytes_acked - self._acked.get(each.inode, 0)) for each in seen]
-        fresh = [(each, acked) for each, acked in fresh if acked > 0 and not each.info.app_limited]
-        if not fresh:
-            return None
-        each, acked = max(fresh, key=lambda pair: pair[0].info.delivery_rate)
-        return Stretch(acked, acked / each.info.delivery_rate) if each.info.delivery_rate > 0 else None
 
     def _tell_address(self) -> None:
         """Measuring is optional, so whatever keeps us from it is not an error."""

@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import LinkError, PlanMismatch
-from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Work, check_timeout, where
+from thinwire.link.base import LOOK_UP_SECONDS, Link, Reading, Stretch, Work, check_timeout, where
 from thinwire.link.connection import Connection
 from thinwire.link.egress import Egress
 from thinwire.link.failure import Failure
 from thinwire.link.frames import ABORT, FRAME_BYTES, GOODBYE, Farewell
 from thinwire.link.meter import QUIET_SECONDS, Meter
 from thinwire.link.rendezvous import connect_mesh
-from thinwire.link.tcp_info import TcpInfo, tcp_info
+from thinwire.link.tcp_info import Deliveries, TcpInfo, connections, tcp_info
 from thinwire.types import Moment
 
 CLOSE_SECONDS = 5.0  # close() gives up on a peer that takes no byte for so long
@@ -72,7 +72,8 @@ class TcpLink(Link):
         self.failure: LinkError | None = None
         self._to_probe: deque[int] = deque(maxlen=mesh.world_size)
         self._probing_until = self._served_at = 0.0
-        self._probe_bytes_read = 0
+        self._probe_bytes_read = self._native_bytes_read = 0
+        self._native_deliveries = Deliveries()
         self._failing = threading.Lock()
         self._closing = False
         self._leaving_since: float | None = None  # all goodbyes are queued: the I/O thread may end when they are out
@@ -152,10 +153,23 @@ class TcpLink(Link):
     def read_out(self) -> Reading:
         probe_bytes = self.probe_bytes
         since, self._probe_bytes_read = probe_bytes - self._probe_bytes_read, probe_bytes
-        reading = Reading(self.meter.round_trips(), self.meter.stretches(), since, self.meter.delayed())
-        if reading.stretches:
+        stretches = self.meter.stretches()
+        if stretches:
             self._egress.note(self.meter.rate, sum(info.retransmitted for info in self.tcp_infos().values()))
-        return reading
+        if self.native_bytes > self._native_bytes_read:
+            self._native_bytes_read = self.native_bytes
+            stretches += self._native_stretches()
+        return Reading(self.meter.round_trips(), stretches, since, self.meter.delayed())
+
+    def _native_stretches(self) -> tuple[Stretch, ...]:
+        """What the kernel knows of torch's own connections to our peers, over which nothing of ours has gone."""
+        if self._closing:
+            return ()
+        ours = {os.fstat(c.socket.fileno()).st_ino for c in self._connections.values()}
+        hosts = {str(c.socket.getpeername()[0]) for c in self._connections.values()}
+        seen = (each for each in connections() if each.host in hosts and each.inode not in ours)
+        stretch = self._native_deliveries.since(seen)
+        return () if stretch is None else (stretch,)
 
     @property
     def probe_bytes(self) -> int:

@@ -11,7 +11,10 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from thinwire.link.base import Stretch
 
 # struct tcp_info of linux/tcp.h, which only ever grows at its end. Offsets from its beginning.
 _STATE = struct.Struct("=B6xB")  # state, and flags of which the lowest bit is "app limited"
@@ -96,6 +99,24 @@ class Seen(NamedTuple):
     host: str
     inode: int
     info: TcpInfo
+
+
+class Deliveries:
+    """How fast connections deliver, from one look at them to the next."""
+
+    def __init__(self) -> None:
+        self._acked: dict[int, int] = {}
+
+    def since(self, seen: Iterable[Seen]) -> Stretch | None:
+        """What the fastest has delivered since the last look, among those that had enough to send."""
+        seen = list(seen)
+        fresh = [(each, each.info.bytes_acked - self._acked.get(each.inode, 0)) for each in seen]
+        fresh = [(each, acked) for each, acked in fresh if acked > 0 and not each.info.app_limited]
+        self._acked = {each.inode: each.info.bytes_acked for each in seen}
+        if not fresh:
+            return None
+        each, acked = max(fresh, key=lambda pair: pair[0].info.delivery_rate)
+        return Stretch(acked, acked / each.info.delivery_rate) if each.info.delivery_rate > 0 else None
 
 
 def connections() -> list[Seen]:
