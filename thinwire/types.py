@@ -65,19 +65,24 @@ class Told(NamedTuple):
     Attributes:
         energy_sent: the sum of squares of what is sent; the exchange fills it in.
         energy: the sum of squares of what there was.
+        gradient: that of the gradient alone, without the error; 0 where nobody looked.
         not_finite: 1 if some entry is not finite.
         holding: 1 if some of the error is being held back.
         alpha_off: how far this rank finds the latency from what was agreed, as a logarithm (control/agreement.py).
         alpha_known: 1 if it knows.
         beta_off, beta_known: the same for the seconds per byte.
         kept: the energy that the largest entries would keep at the ratio whose turn it is (control/view.py).
+        timed: 1 if it knows how long its last step took; of the next five, nothing counts unless all ranks do.
         step_seconds: from the end of the exchange before the last one to the end of the last one.
         exchange_seconds: the last exchange, from the gradient in hand to the mean in hand.
         compress_seconds: the part of `exchange_seconds` that this rank computed.
+        overlap_seconds: in which backward() still computed, while parts of the gradient were there already.
+        last_share: the share of the gradient's bytes that was there only after that.
     """
 
     energy_sent: float = 0.0
     energy: float = 0.0
+    gradient: float = 0.0
     not_finite: float = 0.0
     holding: float = 0.0
     alpha_off: float = 0.0
@@ -85,9 +90,12 @@ class Told(NamedTuple):
     beta_off: float = 0.0
     beta_known: float = 0.0
     kept: float = 0.0
+    timed: float = 0.0
     step_seconds: float = 0.0
     exchange_seconds: float = 0.0
     compress_seconds: float = 0.0
+    overlap_seconds: float = 0.0
+    last_share: float = 0.0
 
 
 class Exchanged(NamedTuple):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import torch
 from torch import nn
 
 from thinwire import records
-from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.adaptive import RISK, Adaptive, Decision, Standing
+from thinwire.control.gain import GainCurve
+from thinwire.control.hope import FACTOR, Hope
+from thinwire.control.learning import safe_gain
 from thinwire.control.prices import Prices, ways
 from thinwire.control.replay import replay
-from thinwire.control.view import View
+from thinwire.control.view import Running, View
 from thinwire.exchange import complete
 from thinwire.link.base import Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld
@@ -74,6 +79,25 @@ def lied_to(link: ThreadLink, seed: int) -> list[Plan]:
     return plans
 
 
+def test_what_one_rank_does_between_steps_is_nobodys_step_and_no_reason_to_decide_otherwise() -> None:
+    def program(link: ThreadLink) -> tuple[list[Plan], str]:
+        net, plans = a_net(20_000), list[Plan]()
+        sync = Synchronizer(net, Adaptive(patience=1), link=link)
+        for number in range(60):
+            changing(link, number)
+            if link.rank == number % 4 and number % 3 == 0:  # as when one rank alone tests or saves
+                link.compute(5.0)
+                sync.pause()
+            step(sync, net, number, seconds=0.02)
+            plans.append(sync.plan)
+        rest = sync._pilot.view.rest
+        assert rest is not None and rest.value == pytest.approx(0.02, rel=0.05)
+        return plans, json.dumps(sync._pilot.agreed())
+
+    first, *others = ThreadWorld(4, Network(alpha=1e-3, beta=1e-8)).run(program)
+    assert all(other == first for other in others)
+
+
 # --- replay and resume
 
 
@@ -124,7 +148,8 @@ def test_another_controller_can_be_asked_about_a_recorded_run(tmp_path: Path) ->
     ThreadWorld(4, Network(alpha=1e-3, beta=1e-6)).run(program)
     with pytest.raises(ValueError, match="fixed plan"):
         replay(records.read(path))
-    assert replay(records.read(path), Adaptive()) == []  # which is asked when there is something to decide
+    first, *_ = replay(records.read(path), Adaptive(patience=1))
+    assert first.before.exchange == "star-topk" and first.trigger == "the network was measured"
 
 
 def test_an_adaptive_run_that_was_resumed_ends_with_the_same_bits_as_one_that_went_on() -> None:
@@ -282,6 +307,70 @@ def test_a_full_disk_ends_the_records_and_not_the_run(caplog: pytest.LogCaptureF
 # --- what may be chosen
 
 FAR_AND_SLOW = View(alpha=1e-2, beta=1e-6)
+HALF_A_SECOND, A_LINE = Running(0.5, 10), Network(alpha=1e-3, beta=8e-8)
+
+
+def decided_under_ddp(view: View, standing: Standing | None = None) -> Decision:
+    """For a gradient of 8 MB that four ranks would send by torch's own all_reduce, where nothing is compressed."""
+    prices = Prices(2_000_000, 4, 4, ways(4, has_group=True))
+    decision = Adaptive().decide(view, standing or Standing(plan=complete("dense", 1.0)), 0, prices)
+    assert decision is not None
+    return decision
+
+
+def test_what_backward_hides_of_a_dense_exchange_is_no_reason_to_compress() -> None:
+    view = View(alpha=A_LINE.alpha, beta=A_LINE.beta / 4, rest=HALF_A_SECOND)
+    assert decided_under_ddp(view).plan.exchange != "dense"
+    hidden = replace(view, overlap=Running(0.4, 10), last_share=0.1)
+    decision = decided_under_ddp(hidden)
+    assert decision.plan == complete("dense", 1.0) and 0.5 < decision.seconds < 0.55
+    # And as little as what was hidden is one to compress by another way, which cannot hide.
+    learned = replace(hidden, extra={"dense over torch": Running(-0.2, 10)})
+    ring = next(c for c in decided_under_ddp(learned).candidates if c.plan == complete("dense", 1.0, "ring"))
+    assert ring.seconds > 0.6
+
+
+def test_but_where_it_cannot_hide_enough_it_is_compressed_all_the_same() -> None:
+    far = View(alpha=A_LINE.alpha, beta=A_LINE.beta, rest=HALF_A_SECOND, overlap=Running(0.4, 10), last_share=0.1)
+    assert decided_under_ddp(far).plan.exchange != "dense"
+
+
+def test_a_hope_is_not_tried_out_at_any_price() -> None:
+    prices = Prices(2_000_000, 4, 4, ways(4, has_group=False))
+    known = View(alpha=A_LINE.alpha, beta=A_LINE.beta, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))
+    first = Adaptive().decide(known, Standing(plan=complete("dense", 1.0, "ring")), 0, prices)
+    assert first is not None and first.plan.exchange != "dense"
+    standing = Adaptive().standing_after(first, known)
+    tried = Adaptive().decide(replace(known, hope=Hope(FACTOR)), standing, 100, prices)
+    assert tried is not None and tried.hope == FACTOR and tried.plan != first.plan
+    seen = Adaptive().decide(replace(known, beta=A_LINE.beta / FACTOR), standing, 100, prices)
+    assert seen is not None and seen.plan.ratio > tried.plan.ratio > first.plan.ratio
+    in_vain = Adaptive().judge(tried.plan, known, A_LINE, prices).seconds
+    assert in_vain <= RISK * Adaptive().judge(first.plan, known, A_LINE, prices).seconds
+
+
+def test_where_errors_grow_far_longer_than_usual_the_ratio_is_raised() -> None:
+    controller = Adaptive()
+    prices, dense = of_four(controller)
+    calm = replace(FAR_AND_SLOW, gains=GainCurve(rate=0.2))
+    first = controller.decide(calm, dense, 0, prices)
+    assert first is not None
+    standing = controller.standing_after(first, calm)
+    strained = replace(calm, strain=10.0)
+    assert controller.decide(calm, standing, 100, prices) is None
+    raised = controller.decide(strained, standing, 100, prices)
+    assert raised is not None and "under the least allowed" in raised.trigger
+    assert raised.plan.ratio > first.plan.ratio and raised.gain >= safe_gain(raised.plan.exchange, 10.0)
+
+
+@pytest.mark.parametrize("age", range(50, 55))
+def test_word_beside_torch_is_heeded_whenever_it_comes(age: int) -> None:
+    view = View(alpha=A_LINE.alpha, beta=A_LINE.beta / 100, rest=HALF_A_SECOND, took=0.5)
+    standing = Standing(plan=complete("dense", 1.0), alpha=view.alpha, beta=view.beta, gain=1.0, seconds=0.51)
+    slow = replace(view, extra={"dense over torch": Running(2.0, 10)})  # as when a rate falls that nobody sees
+    prices = Prices(2_000_000, 4, 4, ways(4, has_group=True))
+    decision = Adaptive().decide(slow, standing, age, prices)
+    assert decision is not None and decision.plan.collective != "torch"  # over our own connections it will be seen
 
 
 def of_four(controller: Adaptive) -> tuple[Prices, Standing]:

@@ -167,7 +167,7 @@ def test_the_record_of_a_step_says_what_was_sent_and_how_much_of_the_gradient_th
 
     for last, sent_bytes in ThreadWorld(4).run(program):
         assert last.gain == pytest.approx(9 / (9 + 99))
-        assert last.sent_bytes == sent_bytes == 3 * (48 + 8 + 8)  # numbers, one index, one value, each in whole words
+        assert last.sent_bytes == sent_bytes == 3 * (64 + 8 + 8)  # numbers, one index, one value, each in whole words
         assert last.dense_bytes == 2 * 3 * 400 // 4
         assert (last.step, last.skipped) == (0, False)
 

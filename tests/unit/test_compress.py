@@ -149,13 +149,14 @@ def test_the_shortlist_never_changes_what_is_chosen(gradients: list[torch.Tensor
     for gradient in gradients:
         shortlist.count = 0
         split = numel // 3
-        energy = sum(
+        energies = [
             compensate(error[part], gradient[:numel][part], 1.0, x[part], part.start, shortlist)
             for part in (slice(0, split), slice(split, numel))
-        )
+        ]
         assert torch.equal(x, error + gradient[:numel])
-        if x.abs().max() < 1e15:  # squares of larger ones overflow, which the memory looks into
-            assert energy == pytest.approx(float(x.double().square().sum()), rel=1e-4, abs=1e-30)
+        for energy, vector in zip(map(sum, zip(*energies, strict=True)), (x, gradient[:numel]), strict=True):
+            if vector.abs().max() < 1e15:  # squares of larger ones overflow, which the memory looks into
+                assert energy == pytest.approx(float(vector.double().square().sum()), rel=1e-4, abs=1e-30)
         k = TopK().count(numel, ratio)
         expected = reference_largest(x, k)
         assert take_largest(x, k, shortlist).indices.tolist() == expected
@@ -272,8 +273,10 @@ def test_everything_works_without_numba(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(coding, "kernels", None)
     shortlist = Shortlist(torch.float32)
     target = torch.empty(1000)
-    energy = compensate(torch.zeros(1000), x, 1.0, target, 0, shortlist)
-    assert energy == pytest.approx(float(x.square().sum()))
+    error = torch.ones(1000)
+    energies = compensate(error, x, 2.0, target, 0, shortlist)
+    assert energies == pytest.approx([float((error + 2 * x).square().sum()), float((2 * x).square().sum())])
+    compensate(torch.zeros(1000), x, 1.0, target, 0, shortlist)
     chosen = take_largest(target, 100, shortlist)
     assert torch.equal(chosen.indices, expected.indices)
     code = Coding(1000, 100, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_at_a_safe_gain_every_run_reached_every_target() -> None:
         if run["task"] in TRAININGS and run["gain"] >= safe_gain(run["exchange"]):
             assert None not in run["steps"], run["task"]
     assert safe_gain("dense") == 0
+
+
+def test_where_every_run_reached_every_target_its_error_was_not_too_long_either() -> None:
+    for run in COMPRESSED:
+        if run["task"] in TRAININGS and run["gain"] >= safe_gain(run["exchange"]):
+            later = [error for *_, error in run["curve"][len(run["curve"]) // 4 :]]
+            strain = statistics.median(later) ** 2 / (1 / run["gain"] - 1)
+            assert safe_gain(run["exchange"], strain) <= 1.2 * run["gain"], run["task"]
+
+
+@given(st.sampled_from(sorted(DELAYS)), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_the_longer_errors_become_the_more_has_to_be_sent(exchange: str, one: float, other: float) -> None:
+    less, more = sorted((one, other))
+    assert 0 < safe_gain(exchange, less) <= safe_gain(exchange, more) < 0.2
+    assert safe_gain("dense", other) == 0
 
 
 def test_dense_training_is_never_late() -> None:

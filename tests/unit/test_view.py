@@ -37,6 +37,7 @@ def after_steps(view: View, plan: Plan, number: int, extra: float, truth: Networ
             alpha_known=RANKS,
             beta_off=RANKS * beta_off if told else 0.0,
             beta_known=RANKS if told else 0.0,
+            timed=RANKS,
             step_seconds=RANKS * (REST + exchange),
             exchange_seconds=RANKS * exchange,
         )
@@ -227,6 +228,52 @@ def test_a_hope_that_is_seen_to_be_true_is_the_new_rate_and_there_may_be_more() 
         view = after_steps(view, TINY, 1, extra=0.002, truth=view.assumed)
         assert view.hope.factor == 1 and view.hope.patience == PATIENCE and view.network == view.assumed
         view = after_steps(view, TINY, 10, extra=0.002, truth=view.assumed)
+
+
+def told_of(energy_sent: float, gradient: float) -> Seen:
+    told = Told(energy=RANKS * 1.0, energy_sent=RANKS * energy_sent, gradient=RANKS * gradient)
+    return Seen(0, 0, DIRECT, None, told)
+
+
+def test_errors_that_are_as_long_as_unrelated_gradients_make_them_are_no_strain() -> None:
+    view = begun()
+    for _ in range(200):
+        view = view.after(told_of(energy_sent=0.1, gradient=0.1), PRICES)  # x^2 = g^2 / gain
+    assert view.strain == pytest.approx(1.0, rel=0.01)
+    for _ in range(200):
+        view = view.after(told_of(energy_sent=0.1, gradient=0.02), PRICES)
+    assert view.strain == pytest.approx(5.0, rel=0.01)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e-30, -1.0])
+def test_a_gradient_that_vanishes_makes_no_error_endless(gradient: float) -> None:
+    view = begun()
+    for _ in range(1000):
+        view = view.after(told_of(energy_sent=0.1, gradient=gradient), PRICES)
+    assert 1 <= view.strain <= 10
+
+
+def test_times_count_only_if_all_ranks_know_theirs() -> None:
+    told = Told(timed=RANKS - 1, step_seconds=RANKS * 0.1, exchange_seconds=RANKS * 0.05)
+    assert begun().after(Seen(1, 0, DIRECT, DIRECT, told), PRICES).rest is None
+    view = begun().after(Seen(1, 0, DIRECT, DIRECT, told._replace(timed=RANKS)), PRICES)
+    assert view.rest is not None and view.rest.value == pytest.approx(0.05) and view.took == pytest.approx(0.1)
+
+
+def test_torch_alone_hides_behind_backward_and_never_its_last_part() -> None:
+    torch_way, ring = way_of(complete("dense", 1.0)), way_of(complete("dense", 1.0, "ring"))
+    told = Told(
+        timed=RANKS,
+        step_seconds=RANKS * 0.5,
+        exchange_seconds=RANKS * 0.1,
+        overlap_seconds=RANKS * 0.3,
+        last_share=RANKS * 0.25,
+    )
+    view = begun().after(Seen(1, 0, DIRECT, DIRECT, told), PRICES)
+    prices = np.array([0.04, 0.2, 0.4, 1.0])
+    assert view.exposed(torch_way, prices) == pytest.approx([0.01, 0.05, 0.1, 0.7])
+    assert view.exposed(ring, prices) == pytest.approx(prices)
+    assert begun().exposed(torch_way, prices) == pytest.approx(prices)
 
 
 def test_a_view_comes_back_from_json_as_it_was() -> None:

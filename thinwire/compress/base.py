@@ -75,6 +75,7 @@ class Compensated:
     Attributes:
         x: gradient + error, flat. What is sent is taken out of it, so that what is left is the new error.
         energy: the sum of its squares.
+        gradient: that of the gradient alone.
         finite: whether every entry is finite. When not, entries may be chosen at will: the step will be discarded.
         shortlist: its large entries, if they were noted on the way.
     """
@@ -82,13 +83,14 @@ class Compensated:
     x: torch.Tensor
     energy: float
     finite: bool
+    gradient: float = 0.0
     shortlist: Shortlist | None = None
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Compensated:
         """Take a tensor as it is, with no error to add."""
         energy = float(torch.dot(x.double(), x.double()))
-        return cls(x=x, energy=energy, finite=bool(torch.isfinite(x).all()))
+        return cls(x=x, energy=energy, finite=bool(torch.isfinite(x).all()), gradient=energy)
 
 
 class Selector(ABC):
@@ -145,13 +147,14 @@ def multiply(x: torch.Tensor, factor: float) -> bool:
 
 def compensate(
     error: torch.Tensor, grad: torch.Tensor, scale: float, x: torch.Tensor, offset: int, shortlist: Shortlist
-) -> float:
-    """x = error + scale * grad, all flat; note large entries in the shortlist; return the sum of x^2."""
+) -> tuple[float, float]:
+    """x = error + scale * grad, all flat; note large entries in the shortlist; return the energies of x and of grad."""
     if not has_kernels(x):
-        torch.add(error, grad.to(x.dtype), alpha=scale, out=x)
-        return float(torch.dot(x, x))
+        exact_grad = grad.to(x.dtype)
+        torch.add(error, exact_grad, alpha=scale, out=x)
+        return float(torch.dot(x, x)), scale * scale * float(torch.dot(exact_grad, exact_grad))
     exact = x.numpy().dtype.type
-    energy, shortlist.count = kernels.compensate(
+    energy, gradient, shortlist.count = kernels.compensate(
         error.numpy(),
         grad.to(x.dtype).numpy(),
         exact(scale),
@@ -162,4 +165,4 @@ def compensate(
         shortlist.values,
         shortlist.count,
     )
-    return float(energy)
+    return float(energy), float(gradient)

@@ -108,22 +108,25 @@ def multiply(x, factor):
 
 @_compiled_local
 def compensate(error, grad, scale, x, offset, threshold, indices, values, count):
-    """x = error + scale * grad; return the sum of x^2 and how many entries have been noted by now.
+    """x = error + scale * grad; return the sums of x^2 and of (scale * grad)^2, and how many entries are noted by now.
 
     Entries with |x| >= threshold are noted, as `offset` + their place, behind the `count` that are there already. A
     count larger than the room says that some were lost.
     """
-    energy = 0.0
+    energy, gradient = 0.0, 0.0
     last = indices.shape[0] - 1
     whole = x.shape[0] // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         base = _U(start)
-        partial = x.dtype.type(0)
+        partial, partial_gradient = x.dtype.type(0), x.dtype.type(0)
         for j in range(BLOCK):
-            v = error[base + _U(j)] + scale * grad[base + _U(j)]
+            g = scale * grad[base + _U(j)]
+            v = error[base + _U(j)] + g
             x[base + _U(j)] = v
             partial += v * v
+            partial_gradient += g * g
         energy += partial
+        gradient += partial_gradient
         hits = _reaching(x, base, threshold)
         while hits != _U(0):
             i = base + _lowest_bit(hits)
@@ -133,14 +136,16 @@ def compensate(error, grad, scale, x, offset, threshold, indices, values, count)
             count += 1
             hits &= hits - _U(1)
     for i in range(whole, x.shape[0]):
-        x[i] = error[i] + scale * grad[i]
+        g = scale * grad[i]
+        x[i] = error[i] + g
         energy += x[i] * x[i]
+        gradient += g * g
         if abs(x[i]) >= threshold:
             slot = min(count, last)
             indices[slot] = offset + i
             values[slot] = x[i]
             count += 1
-    return energy, count
+    return energy, gradient, count
 
 
 @_compiled

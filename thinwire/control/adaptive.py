@@ -7,6 +7,7 @@ whose views were recorded can be decided again.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ PRICED_RATIOS = 5
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
 PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
 URGENT = 0.4  # by so much, or by what makes a change if that is more
+RISK = 1.25  # times what a step takes now is what it may take should a hope be in vain
 
 
 class Candidate(NamedTuple):
@@ -157,8 +159,9 @@ class Adaptive:
             is not worth the delay.
         patience: leave a plan alone for at least so many steps.
         least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
-            comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe
-            (control/learning.py), and for nothing where only seconds count.
+            comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe, which
+            rises where errors grow longer beside the gradient than they usually do (control/learning.py); and for
+            nothing where only seconds count.
         explore: how the gain at other ratios is known. "histogram": from one pass over the gradient's magnitudes and
             from what was sent, which costs nothing and disturbs nothing. "restore" is Tyagi & Swany's: each candidate
             is tried out for some steps, which are then undone; it needs a `thinwire.Explorer` in the loop.
@@ -208,10 +211,12 @@ class Adaptive:
         trigger = self._trigger(view, standing, step, prices)
         if trigger is None or view.network is None or view.assumed is None:
             return None
-        judged = list(self._all_judged(self._ratios(step), standing.plan, view, view.assumed, prices))
-        candidates = sorted(self._candidates(judged), key=_by_cost)
+        ratios = self._ratios(step)
+        judged = list(self._all_judged(ratios, standing.plan, view, view.assumed, prices))
+        affordable = self._affordable(ratios, standing.plan, view, prices)
+        candidates = sorted(self._candidates(judged, affordable, view), key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
-        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices))
+        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view)
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
         return Decision(
@@ -276,11 +281,12 @@ class Adaptive:
         if _changed(standing.beta, view.assumed.beta, change):
             return course_of_rate(None if standing.hope > 1 else standing.beta, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
-        if gain < self._least_gain(standing.plan.exchange):
-            return f"gain would fall to {gain:.2g}, under the least allowed"
+        least = self._least_gain(standing.plan.exchange, view)
+        if gain < least:
+            return f"gain would fall to {gain:.2g}, under the least allowed, {least:.2g}"
         if standing.gain is None:
             return "ratios were tried out"
-        if age % self.patience:
+        if age % self.patience and standing.plan.collective != "torch":  # beside which there is seldom word
             return None  # what follows is slow to change
         now = self.judge(standing.plan, view, view.assumed, prices)
         if not is_rested and age * now.seconds < PAUSE_SECONDS:
@@ -299,12 +305,25 @@ class Adaptive:
         price = np.array([prices.seconds(way, plan.ratio, network)])
         return self._judged(way, ratios, price, self._learning(way, ratios, view), way, view, prices).at(0)
 
-    def _candidates(self, judged: Iterable[_Judged]) -> Iterator[Candidate]:
-        """Every way at the ratio at which it is best, of those that send enough; dense always does."""
-        for each in judged:
-            safe = each.gains >= self._enough(each.way.exchange)
-            if safe.any():
-                yield each.at(int(np.where(safe, each.costs, np.inf).argmin()))
+    def _candidates(self, judged: Iterable[_Judged], affordable: Iterable[Any], view: View) -> Iterator[Candidate]:
+        """Every way at the ratio at which it is best, of those that send enough, as dense does, and can be afforded."""
+        for each, is_affordable in zip(judged, affordable, strict=False):
+            fits = (each.gains >= self._enough(each.way.exchange, view)) & is_affordable
+            if fits.any():
+                yield each.at(int(np.where(fits, each.costs, np.inf).argmin()))
+
+    def _affordable(self, ratios: Floats, plan: Plan, view: View, prices: Prices) -> Iterable[Any]:
+        """Of each way, the ratios that may be tried: all, but in hope only what would not hurt much without it.
+
+        The plan in force is, so something always is.
+        """
+        if view.hope.factor == 1 or view.network is None or self.objective == "knee" or not self._allows(plan):
+            return itertools.repeat(True)
+        most = RISK * self.judge(plan, view, view.network, prices).seconds
+        found = list(self._all_judged(ratios, plan, view, view.network, prices))
+        if not any((each.seconds <= most).any() for each in found):
+            return itertools.repeat(True)
+        return [each.seconds <= most for each in found]
 
     def _all_judged(
         self, ratios: Floats, plan: Plan, view: View, network: Network, prices: Prices
@@ -337,7 +356,8 @@ class Adaptive:
         view: View,
         prices: Prices,
     ) -> _Judged:
-        expected = price + self._computing(way, ratios, view, prices) + view.handling(way, prices)
+        waited, handling = view.exposed(way, price), view.handling(way, prices)
+        expected = waited + self._computing(way, ratios, view, prices) + handling
         extra = view.extra_of(way, runs, view.rest_seconds + expected)
         seconds = view.rest_seconds + np.maximum(expected + extra, 0.0)
         return _Judged(way, ratios, seconds, *learning)
@@ -351,14 +371,14 @@ class Adaptive:
         delays = np.array([0.0 if self.objective == "seconds" else delay(way.exchange, gain) for gain in gains])
         return np.array(gains), 1 + delays / self.horizon
 
-    def _least_gain(self, exchange: str) -> float:
+    def _least_gain(self, exchange: str, view: View) -> float:
         if self.least_gain is not None:
             return self.least_gain
-        return 0.0 if self.objective == "seconds" else safe_gain(exchange)
+        return 0.0 if self.objective == "seconds" else safe_gain(exchange, view.strain_level)
 
-    def _enough(self, exchange: str) -> float:
+    def _enough(self, exchange: str, view: View) -> float:
         """The least gain to choose."""
-        return min(1.0, ROOM * self._least_gain(exchange))
+        return min(1.0, ROOM * self._least_gain(exchange, view))
 
     def _allows(self, plan: Plan) -> bool:
         """Not so of one that warming up has left behind, or a state of a run with other settings."""
@@ -373,9 +393,9 @@ class Adaptive:
             high = max(low, high)
         return two_digit_ratios(low, high)
 
-    def _choose(self, best: Candidate, standing: Standing, now: Candidate) -> Candidate:
+    def _choose(self, best: Candidate, standing: Standing, now: Candidate, view: View) -> Candidate:
         """The best, unless what runs already is nearly as good."""
-        enough = now.gain >= self._least_gain(now.plan.exchange)
+        enough = now.gain >= self._least_gain(now.plan.exchange, view)
         if standing.alpha is None or standing.guessed or not enough or not self._allows(now.plan):
             return best
         if self.objective == "knee":
@@ -396,16 +416,17 @@ class Adaptive:
         dense = min((c for c in candidates if c.plan.exchange == "dense"), key=lambda c: c.seconds)
         sparse = [j for j in judged if j.way.exchange != "dense"]
         ratios = sparse[0].ratios
-        seconds = np.min([j.seconds for j in sparse], axis=0)
+        seconds = np.array([j.seconds for j in sparse])
+        fastest = sparse[int(seconds.sum(axis=1).argmin())].way.exchange
         ratio = pareto.knee(
-            lambda r: float(np.interp(r, ratios, seconds)),
-            lambda r: view.gains.gain("topk-allgather", r),
+            lambda r: float(np.interp(r, ratios, seconds.min(axis=0))),
+            lambda r: view.gains.gain(fastest, r),
             float(ratios[0]),
             float(ratios[-1]),
             solver=self.solver,
         )
         nearest = int(np.abs(ratios - ratio).argmin())
-        enough = [j.gains[nearest:] >= self._enough(j.way.exchange) for j in sparse]
+        enough = [j.gains[nearest:] >= self._enough(j.way.exchange, view) for j in sparse]
         found = [j.at(nearest + int(e.argmax())) for j, e in zip(sparse, enough, strict=True) if e.any()]
         return min([dense, *found], key=lambda c: c.seconds)
 

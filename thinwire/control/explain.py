@@ -28,7 +28,7 @@ def explain(
         *(_row(candidate, decision.plan) for candidate in shown),
     ]
     if len(decision.candidates) > len(shown):
-        lines.append(f"  and {len(decision.candidates) - len(shown)} more that cost more")
+        lines.append(f"  and {len(decision.candidates) - len(shown)} more")
     lines += ["", "step: predicted; steps: times those of dense training; cost: their product."]
     if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
         lines.append(

@@ -22,11 +22,11 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
     decisions: list[Decision] = []
     prices: Prices | None = None
     standing: Standing | None = None
-    view = View()
+    view, was_fixed = View(), False
     for record in records:
         if record["kind"] == "run":
             prices = Prices.from_json(record["prices"])
-            controller = controller or _recorded(record["controller"])
+            was_fixed, controller = record["controller"] is None, controller or _recorded(record["controller"])
         elif record["kind"] == "resumed":
             view, standing = View.from_json(record["view"]), Standing.from_json(record["standing"])
         elif record["kind"] == "explored" and standing is not None:
@@ -37,8 +37,12 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
             seen = Seen.from_json(record)
             standing = replace(standing, plan=seen.plan) if standing else Standing(plan=seen.plan)
             view = view.after(seen, prices)
-        elif record["kind"] == "asked" and prices is not None and standing is not None and controller is not None:
-            decision = controller.decide(view, standing, record["step"], prices)
+        # Where the plan was fixed nobody was asked, but could have been whenever something was heard.
+        asked = record["step"] if record["kind"] == "asked" else None
+        if was_fixed and record["kind"] == "heard":
+            asked = record["step"] + 1
+        if asked is not None and prices is not None and standing is not None and controller is not None:
+            decision = controller.decide(view, standing, asked, prices)
             if decision is not None:
                 decisions.append(decision)
                 standing = controller.standing_after(decision, view)

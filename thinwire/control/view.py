@@ -4,12 +4,13 @@ It is made of sums that came to every rank with the same bits, so it has the sam
 decided from it alone is decided alike everywhere.
 
 A step's time is taken apart as
-    step = rest + price(way, ratio; alpha, beta) + compress(way, ratio) + handling(way) + extra(way)
-with `rest` the user's own work, `price` the schedule played on the wire, `compress` and `handling` a model of our own
-work on entries and messages times a measured factor, and `extra` what an exchange was measured to take beyond that:
-waiting for slower ranks, what TCP makes of a wire. It is much the same for all ways, but single steps differ by as much
-again, and more so where hosts have little to compute with. So prices decide between ways, and not what they were seen
-to take beyond, unless that is a large part of a step: as when TCP's losses make one slow.
+    step = rest + exposed(price(way, ratio; alpha, beta)) + compress(way, ratio) + handling(way) + extra(way)
+with `rest` the user's own work, `price` the schedule played on the wire, `exposed` what of it backward() does not hide,
+`compress` and `handling` a model of our own work on entries and messages times a measured factor, and `extra` what an
+exchange was measured to take beyond that: waiting for slower ranks, what TCP makes of a wire. It is much the same for
+all ways, but single steps differ by as much again, and more so where hosts have little to compute with. So prices
+decide between ways, and not what they were seen to take beyond, unless that is a large part of a step: as when TCP's
+losses make one slow.
 
 When the network changes, the first steps after it seem to take far too long or too short, until the change is known: so
 what was beyond a price is believed some steps later, and only if latency and rate are then still what they were. And
@@ -46,6 +47,8 @@ HELD_BACK = 4  # steps until what was beyond a price is believed
 UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
 ANOTHER = 1.6  # the ratio from which on it is another network
 DOUBT = 0.4  # of a step: what ways are seen to take beyond their prices may differ by so much for no reason
+STRAINS = (0.1, 10.0)  # that count: where the gradient vanishes any error is long beside it
+NEWEST_STRAIN = 0.05  # the weight of the newest, as a logarithm
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -65,7 +68,7 @@ class Seen(NamedTuple):
         step: which.
         turn: how often something was told before, which says what `told.kept` speaks of.
         plan: what ran.
-        before: what ran in the step before, which is what the times in `told` speak of; None if there are none.
+        before: what ran in the step before, which is what the times in `told` speak of; None if there was none.
         told: sums over all ranks.
     """
 
@@ -146,25 +149,35 @@ class View:
 
     Attributes:
         settling: for how many steps latency or rate have been on the move.
+        took: the last step that was told of.
         rest: a step without its exchange.
+        overlap: in which backward() computes while parts of the gradient are there already.
+        last_share: the share of its bytes that is there only after that.
         extra: by way, what an exchange takes beyond its price and its computing.
         learned_on: the network that this is of.
         held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
         hope: that the rate has risen since it was last seen.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
+        strain: what is kept back, over what would be if gradients had nothing to do with each other. With the error e
+            and the gradient g, e^2 / g^2 = strain (1 / gain - 1); where gradients point the same way for long it is
+            more than 1, and where they shrink.
     """
 
     alpha: float | None = None
     beta: float | None = None
     settling: int = 0
+    took: float | None = None
     rest: Running | None = None
+    overlap: Running | None = None
+    last_share: float = 1.0
     extra: Mapping[str, Running] = field(default_factory=dict)
     learned_on: Network | None = None
     held_back: tuple[Beyond, ...] = ()
     compress: Mapping[str, Running] = field(default_factory=dict)
     hope: Hope = Hope()
     gains: GainCurve = field(default_factory=GainCurve)
+    strain: float = 1.0
 
     @property
     def network(self) -> Network | None:
@@ -186,7 +199,7 @@ class View:
 
     def after(self, seen: Seen, prices: Prices) -> View:
         """The view one step later."""
-        told, N = seen.told, prices.world_size
+        told = seen.told
         if told.not_finite > 0 or not all(map(math.isfinite, told)):
             return self
         alpha = moved(self.alpha, told.alpha_off, told.alpha_known, START.alpha, ALPHAS)
@@ -194,9 +207,9 @@ class View:
         view = replace(self, alpha=alpha, beta=beta)
         if told.energy > 0:
             view = view._with_gain(seen)
-        if seen.before is not None and told.step_seconds >= told.exchange_seconds > 0:
-            times = (told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N)
-            view = view._with_times(seen.before, *times, told.beta_known > 0, prices)
+        if seen.before is not None and told.timed == prices.world_size:
+            if told.step_seconds >= told.exchange_seconds > 0 and told.overlap_seconds >= 0:
+                view = view._with_times(seen.before, told, prices)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
         return replace(view, settling=self.settling + 1 if moving else 0)
 
@@ -207,16 +220,30 @@ class View:
             gains = gains.with_kept(ratio_of_turn(seen.turn), min(1.0, told.kept / told.energy))
         if seen.plan.exchange != "dense":
             gains = gains.with_measured(seen.plan.exchange, seen.plan.ratio, gain)
-        return replace(self, gains=gains)
+        return replace(self, gains=gains, strain=self._strain_after(told, gain))
 
-    def _with_times(
-        self, plan: Plan, step: float, exchange: float, compress: float, rate_is_new: bool, prices: Prices
-    ) -> View:
+    def _strain_after(self, told: Told, gain: float) -> float:
+        kept_back = told.energy - told.energy_sent
+        if not (0 < gain < 1 and kept_back > 0 and told.gradient > 0):
+            return self.strain
+        strain = min(max(kept_back / told.gradient / (1 / gain - 1), STRAINS[0]), STRAINS[1])
+        return rounded(self.strain * math.pow(strain / self.strain, NEWEST_STRAIN))
+
+    def _with_times(self, plan: Plan, told: Told, prices: Prices) -> View:
+        N, rate_is_new = prices.world_size, told.beta_known > 0
+        step, exchange, compress = told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N
         way, factors = way_of(plan), dict(self.compress)
         modelled = _compress_seconds(way, plan.ratio, prices.numel, prices.world_size)
         if modelled > 0 and compress > 0:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
-        view = replace(self, rest=_after(self.rest, step - exchange), compress=factors)
+        view = replace(
+            self,
+            took=rounded(step),
+            rest=_after(self.rest, step - exchange),
+            overlap=_after(self.overlap, told.overlap_seconds / N),
+            last_share=min(1.0, max(0.0, rounded(told.last_share / N))),
+            compress=factors,
+        )
         return view._on_this_network(way, rate_is_new)._with_beyond(plan, exchange, compress, rate_is_new, prices)
 
     def _on_this_network(self, way: Way, rate_is_new: bool) -> View:
@@ -235,7 +262,8 @@ class View:
             return self
         network = Network(alpha=_coarse(network.alpha), beta=_coarse(network.beta))
         price = prices.seconds(way, plan.ratio, network)
-        beyond = exchange - compress - price - self.handling(way, prices)
+        waited = float(self.exposed(way, np.array(price)))
+        beyond = exchange - compress - waited - self.handling(way, prices)
         hope = self.hope
         if rate_is_new:
             hope = hope.after_a_look()
@@ -256,6 +284,22 @@ class View:
         return replace(self, hope=hope, extra=extras, held_back=held_back)
 
     # --- what follows from it
+
+    @property
+    def strain_level(self) -> float:
+        """The strain, rounded down to a power of 2, so that what is guarded by it is not raised bit by bit."""
+        return math.ldexp(1.0, math.frexp(self.strain)[1] - 1)
+
+    def exposed(self, way: Way, price: Floats) -> Floats:
+        """What a step has to wait for of an exchange that takes so long on the wire: mostly all of it.
+
+        But a dense one by torch's own all_reduce begins with the first part of the gradient that backward() has made,
+        and goes on while that computes; only what does not fit into that time is waited for, or the last part.
+        """
+        if way.exchange != "dense" or way.collective != "torch" or self.overlap is None:
+            return price
+        waited: Floats = np.maximum(price - self.overlap.value, self.last_share * price)
+        return waited
 
     def compress_factor(self, exchange: str) -> float:
         """How much slower than modelled this machine computes, by this exchange or else by those that have run."""
@@ -282,7 +326,10 @@ class View:
         if str(way) == str(runs) and str(runs) in self.extra:
             return np.full_like(expected, self.extra[str(runs)].value)
         doubt, known_best = DOUBT * expected, self._usual_extra(runs)
-        usual = np.minimum(doubt, 0.0 if known_best is None else known_best.value)
+        as_usual = 0.0 if known_best is None else known_best.value
+        if runs.collective == "torch":  # what that takes less than was expected it hides, as no other can
+            as_usual = max(as_usual, 0.0)
+        usual = np.minimum(doubt, as_usual)
         if str(way) not in self.extra:
             return usual
         known: Floats = np.full_like(expected, self.extra[str(way)].value)
@@ -301,13 +348,17 @@ class View:
             "alpha": self.alpha,
             "beta": self.beta,
             "settling": self.settling,
+            "took": self.took,
             "rest": plain(self.rest),
+            "overlap": plain(self.overlap),
+            "last_share": self.last_share,
             "extra": {key: plain(value) for key, value in self.extra.items()},
             "learned_on": None if self.learned_on is None else [self.learned_on.alpha, self.learned_on.beta],
             "held_back": [list(beyond) for beyond in self.held_back],
             "compress": {key: plain(value) for key, value in self.compress.items()},
             "hope": asdict(self.hope),
             "gains": self.gains.to_json(),
+            "strain": self.strain,
         }
 
     @classmethod
@@ -325,11 +376,15 @@ class View:
             alpha=None if state["alpha"] is None else float(state["alpha"]),
             beta=None if state["beta"] is None else float(state["beta"]),
             settling=int(state["settling"]),
+            took=None if state["took"] is None else float(state["took"]),
             rest=running(state["rest"]),
+            overlap=running(state["overlap"]),
+            last_share=float(state["last_share"]),
             extra=runnings(state["extra"]),
             learned_on=network(state["learned_on"]),
             held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
             compress=runnings(state["compress"]),
             hope=Hope.from_json(state["hope"]),
             gains=GainCurve.from_json(state["gains"]),
+            strain=float(state["strain"]),
         )

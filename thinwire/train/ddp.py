@@ -112,6 +112,7 @@ class _Courier:
         if bucket.buffer().is_sparse:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
+        self._note_part(bucket)
         if self._passes:
             self._used.clear()
             return self._passing.take(bucket)
@@ -128,7 +129,14 @@ class _Courier:
         self._comm.agree_after_resuming()
         self._comm.hear_by_torch()
         self._waiting = []  # an earlier backward may have failed half-way
+        self._first_at, self._nbytes = self._comm.link.now(), 0
         self._passes = self._comm.exchange.bucketwise and self._comm.memory.empty
+
+    def _note_part(self, bucket: GradBucket) -> None:
+        nbytes = bucket.buffer().nbytes
+        self._nbytes += nbytes
+        if bucket.is_last():
+            self._comm.note_overlap(self._comm.link.now() - self._first_at, nbytes / max(1, self._nbytes))
 
     def _exchange(self) -> None:
         grads = {

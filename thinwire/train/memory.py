@@ -45,16 +45,18 @@ class ErrorMemory:
         """x = scale * gradient + error, for all parameters. Those in `hold` send nothing and keep their error."""
         self._held = [where for name, where in self._layout.slices.items() if name in hold]
         self._shortlist.count = 0
-        energy = 0.0
+        energy, gradient = 0.0, 0.0
         for name, where in self._layout.slices.items():
             error, x = self._error[where], self._x[where]
             if name in hold:
                 x.zero_()
             else:
-                energy += compensate(error, grads[name].detach().reshape(-1), scale, x, where.start, self._shortlist)
+                flat = grads[name].detach().reshape(-1)
+                of_x, of_gradient = compensate(error, flat, scale, x, where.start, self._shortlist)
+                energy, gradient = energy + of_x, gradient + of_gradient
         # A sum of squares overflows before its terms do; only then is it worth looking at every one of them.
         finite = math.isfinite(energy) or bool(torch.isfinite(self._x).all())
-        return Compensated(x=self._x, energy=energy, finite=finite, shortlist=self._shortlist)
+        return Compensated(x=self._x, energy=energy, finite=finite, gradient=gradient, shortlist=self._shortlist)
 
     @property
     def holding(self) -> bool:

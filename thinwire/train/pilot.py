@@ -33,7 +33,7 @@ LOOKING, MEASURING = 0.001, 0.006  # the share of the time that each may take
 LOOK_PAUSE, MEASURE_PAUSE = 10.0, 2.0  # seconds at most after each, whose cost may have been the garbage collector's
 AHEAD = 1.0  # seconds before it is due, measuring is allowed where something is not as expected
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
-TELL_EVERY, TELL_SECONDS = 5, 1.0  # between two tellings beside exchanges that carry no numbers: at least so much
+TELL_EVERY, TELL_SECONDS = 5, 0.25  # between two tellings beside exchanges that carry no numbers: at least so much
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
 SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
@@ -63,12 +63,23 @@ class Thrift:
         self._next = min(max(self._next, now) + cost / self._share, now + self._longest)
 
 
+class Times(NamedTuple):
+    """Of this rank's last step, as `Told` has them."""
+
+    timed: float = 0.0
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    compress_seconds: float = 0.0
+    overlap_seconds: float = 0.0
+    last_share: float = 1.0
+
+
 class Course(NamedTuple):
     """A pilot's state, read and found whole."""
 
     view: View
     standing: Standing
-    times: tuple[float, float, float]
+    times: Times
     before: Plan | None
     turn: int
     asked: Seen
@@ -79,13 +90,12 @@ class Course(NamedTuple):
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Course:
         try:
-            whole, exchange, compress = map(float, state["times"])
             standing = Standing.from_json(state["standing"])
             complete(**asdict(standing.plan))  # or it is none that could run
             return cls(
                 view=View.from_json(state["view"]),
                 standing=standing,
-                times=(whole, exchange, compress),
+                times=Times(*map(float, state["times"])),
                 before=None if state["before"] is None else Plan(**state["before"]),
                 turn=int(state["turn"]),
                 asked=Seen.from_json(state["asked"]),
@@ -122,14 +132,15 @@ class Pilot:
         self._histogram: Histogram | None = None  # of the gradient of this step, as far as it was looked at
         self._energy, self._kept = 0.0, list[float]()  # of the last one that was, and the share of it at each ratio
         self._turn = 0
-        self._times = (0.0, 0.0, 0.0)  # of the last step: whole, its exchange, our computing in it
-        self._before: Plan | None = None  # what these times are of
+        self._times = Times()
+        self._before: Plan | None = None  # what these are of
         self._looking, self._measuring = Thrift(LOOKING, LOOK_PAUSE, link), Thrift(MEASURING, MEASURE_PAUSE, link)
         self._looked_at = -1
         self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._last_end = math.nan
         self._surprised = False  # by how long the last step took
+        self._said = plan  # that it runs; what is only tried out is not worth a word
 
     @property
     def plan(self) -> Plan:
@@ -166,9 +177,7 @@ class Pilot:
             beta_off=beta_off,
             beta_known=beta_known,
             kept=kept * told.energy,
-            step_seconds=self._times[0],
-            exchange_seconds=self._times[1],
-            compress_seconds=self._times[2],
+            **self._times._asdict(),
         )
 
     def _digest_histogram(self) -> None:
@@ -203,9 +212,16 @@ class Pilot:
         self.link.probe(self.monitor.probes_due())
 
     def tells_by_torch(self, step: int) -> bool:
-        """Whether numbers are told beside this step if it carries none: now and then, on all ranks alike."""
-        rest = self.view.rest.value if self.view.rest else math.inf
-        return self.controller is not None and step % max(TELL_EVERY, math.ceil(TELL_SECONDS / max(rest, 1e-3))) == 0
+        """Whether numbers are told beside this step if it carries none, on all ranks alike.
+
+        Now and then; but at every step once one was told of that took other than expected, until that is settled.
+        """
+        if self.controller is None:
+            return False
+        took, expected, period = self.view.took, self.standing.seconds, TELL_EVERY
+        if took and expected:
+            period = 1 if _is_surprising(took, expected) else max(period, math.ceil(TELL_SECONDS / took))
+        return step - self._asked.step >= period
 
     def heard_by_torch(self) -> Told | None:
         """What all ranks told beside the last step, if they did."""
@@ -222,26 +238,27 @@ class Pilot:
         self._pending = numbers, None
         return [float(number) for number in numbers.tolist()]
 
-    def note_step(self, exchange: float, compress: float) -> float:
+    def note_step(self, exchange: float, compress: float, overlap: float = 0.0, last_share: float = 1.0) -> float:
         """A step of this rank is over: remember how long it took.
 
         Args:
             exchange: seconds that the step had to wait for it, computing included.
             compress: the computing in them.
+            overlap: the seconds before, from the first part of the gradient that was there to the last.
+            last_share: what the last part is of the whole.
 
         Returns:
             the seconds of the whole step, NaN for the first.
         """
         now = self.link.now()
         whole = now - self._last_end
-        known = not math.isnan(whole)  # on all ranks alike: not after the first step
-        self._times = (whole, exchange, compress) if known else (0.0, 0.0, 0.0)
-        self._before = self.plan if known else None
+        known = not math.isnan(whole)  # not after the first step, nor after a pause
+        self._times = Times(1.0, whole, exchange, compress, overlap, last_share) if known else Times()
+        self._before = self.plan
         self._last_end = now
-        expected = math.nan if self.standing.seconds is None else self.standing.seconds
-        is_long, is_short = whole > SURPRISING * expected, whole * SURPRISING < expected  # which no NaN is
-        self._surprised = is_long or is_short
-        if is_long:
+        expected = self.standing.seconds
+        self._surprised = known and expected is not None and _is_surprising(whole, expected)
+        if self._surprised and expected is not None and whole > expected:
             self.monitor.be_restless()
         return whole
 
@@ -272,11 +289,12 @@ class Pilot:
         if self.records is not None:
             confidence = {"alpha": self.monitor.alpha().confidence, "beta": self.monitor.beta().confidence}
             self.records.write("decision", **decision.to_json(), confidence=confidence)  # that of the rank that writes
-        if decision.plan != decision.before and self.link.rank == 0:
-            log.info("step %d: %s instead of %s, because %s", step, decision.plan, decision.before, decision.trigger)
+        if self.link.rank == 0 and decision.plan != self._said and not self.view.hope.is_open:
+            log.info("step %d: %s instead of %s, because %s", step, decision.plan, self._said, decision.trigger)
+            self._said = decision.plan
 
     def pause(self) -> None:
-        """What happens until the next step is no step's time. On all ranks."""
+        """What happens until the next step is no step's time. On one rank is enough."""
         self._last_end = math.nan
 
     # --- trying out
@@ -323,7 +341,7 @@ class Pilot:
             send.wait()
         seconds = link.now() - start
         self.monitor.note(link.read_out(), link.sent_bytes)
-        told = self.tell(0, Told())
+        told = self.tell(-1, Told())
         everyones = torch.zeros(link.world_size, len(told), dtype=torch.float64)
         everyones[link.rank] = torch.tensor(told._replace(step_seconds=seconds), dtype=torch.float64)
         ALL_GATHERS["direct"].run(link, everyones.view(-1))
@@ -358,6 +376,10 @@ class Pilot:
         self._last_end = math.nan
         self.view, self.decision = course.view, None
         if self.controller is not None:
-            self.standing = course.standing
+            self.standing, self._said = course.standing, course.standing.plan
         if self.records is not None:
             self.records.write("resumed", view=self.view.to_json(), standing=self.standing.to_json())
+
+
+def _is_surprising(took: float, expected: float) -> bool:
+    return took > SURPRISING * expected or took * SURPRISING < expected

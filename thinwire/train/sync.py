@@ -108,6 +108,7 @@ class Synchronizer:
         self._is_resumed = False  # and ranks have not agreed yet that they all are, at the same step
         self._scaler = scaler
         self._sent_noted = -math.inf
+        self._overlap = (0.0, 1.0)
         self._exchanges: dict[Plan, Exchange] = {}
         self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
@@ -196,7 +197,7 @@ class Synchronizer:
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         with watch:
             fed = self.memory.feed(grads, 1 / scale, hold)
-        told = Told(energy=fed.energy, not_finite=not fed.finite, holding=self.memory.holding)
+        told = Told(energy=fed.energy, gradient=fed.gradient, not_finite=not fed.finite, holding=self.memory.holding)
         with watch, self._steering:
             if fed.finite and pilot.looks_at(self.step):
                 pilot.look(self.step, fed.x)
@@ -249,7 +250,7 @@ class Synchronizer:
         N, standing = self.link.world_size, self._pilot.standing
         waited = seconds if waited is None else waited
         with self._steering:
-            step_seconds = self._pilot.note_step(waited, compress_seconds)
+            step_seconds = self._pilot.note_step(waited, compress_seconds, *self._overlap)
         self.last = StepRecord(
             step=self.step,
             plan=standing.plan,
@@ -268,6 +269,10 @@ class Synchronizer:
             network = self.network
             seen = {} if network is None else {"alpha": network.alpha, "beta": network.beta}
             self.records.write("step", **(vars(self.last) | {"plan": asdict(self.last.plan)}), **seen)
+
+    def note_overlap(self, seconds: float, last_share: float) -> None:
+        """Of the gradient that is to be averaged, the first part was there so long before the last, a share of it."""
+        self._overlap = seconds, last_share
 
     def look(self, bucket: torch.Tensor) -> None:
         """Now and then, see how the energy of a part of the gradient is spread."""
@@ -306,7 +311,7 @@ class Synchronizer:
             )
 
     def pause(self) -> None:
-        """What happens until the next step is no step's time: a test, a checkpoint. Call on all ranks."""
+        """What happens until the next step is no step's time: a test, a checkpoint. Call on the ranks that make it."""
         self._pilot.pause()
 
     @property
