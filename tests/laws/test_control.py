@@ -336,17 +336,17 @@ def test_but_where_it_cannot_hide_enough_it_is_compressed_all_the_same() -> None
 
 
 def test_a_hope_is_not_tried_out_at_any_price() -> None:
-    prices = Prices(2_000_000, 4, 4, ways(4, has_group=False))
+    prices, controller = Prices(2_000_000, 4, 4, ways(4, has_group=False)), Adaptive(horizon=60)
     known = View(alpha=A_LINE.alpha, beta=A_LINE.beta, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))
-    first = Adaptive().decide(known, Standing(plan=complete("dense", 1.0, "ring")), 0, prices)
+    first = controller.decide(known, Standing(plan=complete("dense", 1.0, "ring")), 0, prices)
     assert first is not None and first.plan.exchange != "dense"
-    standing = Adaptive().standing_after(first, known)
-    tried = Adaptive().decide(replace(known, hope=Hope(FACTOR)), standing, 100, prices)
-    assert tried is not None and tried.hope == FACTOR and tried.plan != first.plan
-    seen = Adaptive().decide(replace(known, beta=A_LINE.beta / FACTOR), standing, 100, prices)
+    standing = controller.standing_after(first, known)
+    tried = controller.decide(replace(known, hope=Hope(FACTOR)), standing, 100, prices)
+    assert tried is not None and tried.hope == FACTOR
+    seen = controller.decide(replace(known, beta=A_LINE.beta / FACTOR), standing, 100, prices)
     assert seen is not None and seen.plan.ratio > tried.plan.ratio > first.plan.ratio
-    in_vain = Adaptive().judge(tried.plan, known, A_LINE, prices).seconds
-    assert in_vain <= RISK * Adaptive().judge(first.plan, known, A_LINE, prices).seconds
+    in_vain = controller.judge(tried.plan, known, A_LINE, prices).seconds
+    assert in_vain <= RISK * controller.judge(first.plan, known, A_LINE, prices).seconds
 
 
 def test_where_errors_grow_far_longer_than_usual_the_ratio_is_raised() -> None:

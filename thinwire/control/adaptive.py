@@ -32,7 +32,8 @@ PRICED_RATIOS = 5
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
 PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
 URGENT = 0.4  # by so much, or by what makes a change if that is more
-RISK = 1.25  # times what a step takes now is what it may take should a hope be in vain
+RISK = 2.0  # times what a step takes now is what it may take should a hope be in vain
+WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is so in hope alone
 
 
 class Candidate(NamedTuple):
@@ -401,7 +402,8 @@ class Adaptive:
         if self.objective == "knee":
             near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio
             return now if near and way_of(now.plan) == way_of(best.plan) else best
-        return now if self._weighed(now) * (1 - self.margin) <= self._weighed(best) else best
+        margin = self.margin * (WORTH_TRYING if view.hope.is_open else 1)
+        return now if self._weighed(now) * (1 - margin) <= self._weighed(best) else best
 
     def _weighed(self, candidate: Candidate) -> float:
         """The cost that counts: dense has something in its favour, since it delays nothing."""
