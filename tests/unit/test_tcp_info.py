@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.link import tcp_info
+from thinwire.link.base import Stretch
 
 
 def test_a_tcp_info_of_an_old_kernel_or_cut_short_is_nothing() -> None:
@@ -69,3 +70,30 @@ def test_packets_that_came_before_earlier_ones_are_counted_where_the_kernel_tell
     raw = bytes(224) + struct.pack("=I", 5) + bytes(20)
     assert tcp_info.out_of_order(cast(socket.socket, Kernel(raw))) == 5
     assert tcp_info.out_of_order(cast(socket.socket, Kernel(raw[:200]))) == 0  # Linux before 5.4
+
+
+def a_connection(inode: int, acked: int, rate: float, app_limited: bool = False) -> tcp_info.Seen:
+    known = tcp_info.TcpInfo(
+        state=tcp_info.ESTABLISHED,
+        round_trip=0.01,
+        round_trip_variation=0.0,
+        least_round_trip=0.01,
+        delivery_rate=rate,
+        app_limited=app_limited,
+        retransmitted=0,
+        bytes_acked=acked,
+        bytes_received=0,
+        not_sent=0,
+    )
+    return tcp_info.Seen("10.77.0.2", inode, known)
+
+
+def test_the_fastest_connection_that_delivered_enough_since_the_last_look_tells_the_rate() -> None:
+    deliveries = tcp_info.Deliveries()
+    first = deliveries.since([a_connection(1, acked=10**6, rate=2e6), a_connection(2, acked=10**6, rate=1e6)])
+    assert first == Stretch(10**6, 0.5)
+    little = a_connection(1, acked=10**6 + 100, rate=9e9)  # the store's, say
+    limited = a_connection(3, acked=10**8, rate=9e9, app_limited=True)
+    second = deliveries.since([little, limited, a_connection(2, acked=3 * 10**6, rate=1e6)], least=10_000)
+    assert second == Stretch(2 * 10**6, 2.0)
+    assert deliveries.since([little, limited], least=1) is None

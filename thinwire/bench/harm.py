@@ -84,6 +84,7 @@ def measure(rank: int, name: str, blocks: int, ours_first: bool) -> dict[str, An
     for block in range(blocks):
         turns = [(ddp, plain), (adaptive, ours)]
         for times, model in turns if block % 2 else reversed(turns):
+            comm.pause()  # the other model's steps are none of ours
             times.append(_steps(model, BLOCK))
     control, probes, sent = (
         after - start

@@ -41,6 +41,7 @@ CLOSE_SECONDS = 5.0  # close() gives up on a peer that takes no byte for so long
 CLOSE_POLL_SECONDS = 0.002  # between looks at what a peer has taken: nothing wakes us when its last byte is there
 LINGER_SECONDS, LINGER_POLL_SECONDS = 0.05, 0.005  # after a message, for probes that nobody has woken us for
 DRAIN_POLL_SECONDS = 0.0003
+NATIVE_SHARE = 0.1  # of what torch's collectives sent, over one connection: a ring sends it all to one neighbour
 PROBING_SECONDS = 0.2  # for which a probe waits for a moment at which nothing else is on its way
 
 
@@ -157,18 +158,22 @@ class TcpLink(Link):
         if stretches:
             self._egress.note(self.meter.rate, sum(info.retransmitted for info in self.tcp_infos().values()))
         if self.native_bytes > self._native_bytes_read:
+            stretches += self._native_stretches(NATIVE_SHARE * (self.native_bytes - self._native_bytes_read))
             self._native_bytes_read = self.native_bytes
-            stretches += self._native_stretches()
         return Reading(self.meter.round_trips(), stretches, since, self.meter.delayed())
 
-    def _native_stretches(self) -> tuple[Stretch, ...]:
-        """What the kernel knows of torch's own connections to our peers, over which nothing of ours has gone."""
+    def _native_stretches(self, least: float) -> tuple[Stretch, ...]:
+        """What the kernel knows of torch's own connections to our peers, over which nothing of ours has gone.
+
+        Args:
+            least: bytes that one must have delivered to speak for what torch sent; the store's, say, do not.
+        """
         if self._closing:
             return ()
         ours = {os.fstat(c.socket.fileno()).st_ino for c in self._connections.values()}
         hosts = {str(c.socket.getpeername()[0]) for c in self._connections.values()}
         seen = (each for each in connections() if each.host in hosts and each.inode not in ours)
-        stretch = self._native_deliveries.since(seen)
+        stretch = self._native_deliveries.since(seen, least)
         return () if stretch is None else (stretch,)
 
     @property

@@ -107,11 +107,11 @@ class Deliveries:
     def __init__(self) -> None:
         self._acked: dict[int, int] = {}
 
-    def since(self, seen: Iterable[Seen]) -> Stretch | None:
-        """What the fastest has delivered since the last look, among those that had enough to send."""
+    def since(self, seen: Iterable[Seen], least: float = 1.0) -> Stretch | None:
+        """What the fastest has delivered since the last look, among those that had enough to send: so many bytes."""
         seen = list(seen)
         fresh = [(each, each.info.bytes_acked - self._acked.get(each.inode, 0)) for each in seen]
-        fresh = [(each, acked) for each, acked in fresh if acked > 0 and not each.info.app_limited]
+        fresh = [(each, acked) for each, acked in fresh if acked >= least and not each.info.app_limited]
         self._acked = {each.inode: each.info.bytes_acked for each in seen}
         if not fresh:
             return None

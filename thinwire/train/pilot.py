@@ -33,11 +33,12 @@ LOOKING, MEASURING = 0.001, 0.006  # the share of the time that each may take
 LOOK_PAUSE, MEASURE_PAUSE = 10.0, 2.0  # seconds at most after each, whose cost may have been the garbage collector's
 AHEAD = 1.0  # seconds before it is due, measuring is allowed where something is not as expected
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
-TELL_EVERY, TELL_SECONDS = 5, 0.25  # between two tellings beside exchanges that carry no numbers: at least so much
+TELL_EVERY, TELL_SECONDS = 5, 0.5  # between two tellings beside exchanges that carry no numbers: at least so much
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
 SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
+ALARMING = 2.0
 
 log = logging.getLogger("thinwire")
 
@@ -214,13 +215,13 @@ class Pilot:
     def tells_by_torch(self, step: int) -> bool:
         """Whether numbers are told beside this step if it carries none, on all ranks alike.
 
-        Now and then; but at every step once one was told of that took other than expected, until that is settled.
+        Now and then; but at every step once one was told of that took far other than expected, until that is settled.
         """
         if self.controller is None:
             return False
         took, expected, period = self.view.took, self.standing.seconds, TELL_EVERY
         if took and expected:
-            period = 1 if _is_surprising(took, expected) else max(period, math.ceil(TELL_SECONDS / took))
+            period = 1 if _is_off(took, expected, ALARMING) else max(period, math.ceil(TELL_SECONDS / took))
         return step - self._asked.step >= period
 
     def heard_by_torch(self) -> Told | None:
@@ -257,7 +258,7 @@ class Pilot:
         self._before = self.plan
         self._last_end = now
         expected = self.standing.seconds
-        self._surprised = known and expected is not None and _is_surprising(whole, expected)
+        self._surprised = known and expected is not None and _is_off(whole, expected, SURPRISING)
         if self._surprised and expected is not None and whole > expected:
             self.monitor.be_restless()
         return whole
@@ -381,5 +382,5 @@ class Pilot:
             self.records.write("resumed", view=self.view.to_json(), standing=self.standing.to_json())
 
 
-def _is_surprising(took: float, expected: float) -> bool:
-    return took > SURPRISING * expected or took * SURPRISING < expected
+def _is_off(took: float, expected: float, factor: float) -> bool:
+    return took > factor * expected or took * factor < expected
