@@ -349,6 +349,16 @@ def test_a_hope_is_not_tried_out_at_any_price() -> None:
     assert in_vain <= RISK * controller.judge(first.plan, known, A_LINE, prices).seconds
 
 
+@pytest.mark.parametrize("objective", ["goodput", "seconds", "knee"])
+def test_what_is_allowed_is_chosen_also_where_no_hope_could_afford_it(objective: str) -> None:
+    for least_gain in (0.0, 0.5, 1.0):
+        controller = Adaptive(objective=objective, least_gain=least_gain)
+        prices, _ = of_four(controller)
+        standing = Standing(plan=complete("topk-allgather", 0.001), alpha=1e-2, beta=1e-6, gain=0.01, seconds=0.1)
+        decision = controller.decide(replace(FAR_AND_SLOW, hope=Hope(FACTOR)), standing, 100, prices)
+        assert decision is not None and decision.gain >= least_gain
+
+
 def test_where_errors_grow_far_longer_than_usual_the_ratio_is_raised() -> None:
     controller = Adaptive()
     prices, dense = of_four(controller)

@@ -35,19 +35,21 @@ class Network:
     def __init__(self, world_size: int = 4, noise: Noise = none, seed: int = 0) -> None:
         self.now, self.sent_bytes, self.probe_bytes = 0.0, 0, 0
         self.alpha, self.beta = ALPHA, BETA
+        self.farther: dict[int, float] = {}  # peers, and by how much
         self.monitor = Monitor(world_size, rank=0, clock=lambda: self.now)
         self._noise, self._rng = noise, random.Random(seed)
         self._asked: list[int] = []
 
-    def round_trip(self) -> float:
-        return 2 * (self.alpha + WIRE_BYTES * self.beta) + self._noise(self._rng)
+    def round_trip(self, peer: int) -> float:
+        alpha = self.alpha + self.farther.get(peer, 0.0)
+        return 2 * (alpha + WIRE_BYTES * self.beta) + self._noise(self._rng)
 
     def step(self, nbytes: int = STEP_BYTES) -> None:
         self.now += STEP_SECONDS
         self.sent_bytes += nbytes
         probed = len(self._asked) * PROBE_BYTES
         self.probe_bytes += probed
-        trips = tuple((peer, self.round_trip()) for peer in self._asked)
+        trips = tuple((peer, self.round_trip(peer)) for peer in self._asked)
         rate = self._rng.gauss(1.0, 0.05) / self.beta
         stretches = (Stretch(nbytes // 2, nbytes / 2 / rate),) if nbytes >= 1000 else ()
         self.monitor.note(Reading(trips, stretches, probed), self.sent_bytes)
@@ -71,6 +73,28 @@ def value(estimate: Estimate) -> float:
 
 
 # --- what the network is
+
+
+@pytest.mark.parametrize("noise", [none, often_late])
+@pytest.mark.parametrize("far", [{7}, {6, 7}, {4, 5, 6, 7}])
+def test_where_some_peers_are_on_another_site_the_latency_is_theirs_since_everybody_waits_for_them(
+    far: set[int], noise: Noise
+) -> None:
+    network = Network(8, noise)
+    network.farther = dict.fromkeys(far, 0.03)
+    network.steps(100)
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA + 0.03, rel=0.1)
+    network.farther = {}
+    network.steps(100)
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.1)
+
+
+def test_one_answer_that_is_very_late_makes_no_peer_a_far_one() -> None:
+    network = Network(8)
+    network.steps(50)
+    network.farther = {3: 0.2}
+    network.steps(3)
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.05)
 
 
 @pytest.mark.parametrize("noise", [none, often_late])
@@ -233,7 +257,7 @@ def test_one_round_trip_is_enough_where_the_others_have_seen_a_rise(agreed: floa
 def test_but_what_the_others_have_seen_alone_moves_nobody() -> None:
     network = Network()
     network.steps(20)
-    near = Reading(((1, network.round_trip()),))
+    near = Reading(((1, network.round_trip(1)),))
     network.monitor.note(near, network.sent_bytes, 3 * ALPHA)
     assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.1)
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,10 @@ PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseco
 URGENT = 0.4  # by so much, or by what makes a change if that is more
 RISK = 2.0  # times what a step takes now is what it may take should a hope be in vain
 WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is so in hope alone
+
+
+ALL = itertools.repeat(True)
+_Learning: TypeAlias = Mapping[str, tuple[Floats, Floats]]  # by exchange, gains and steps at every ratio
 
 
 class Candidate(NamedTuple):
@@ -213,9 +217,11 @@ class Adaptive:
         if trigger is None or view.network is None or view.assumed is None:
             return None
         ratios = self._ratios(step)
-        judged = list(self._all_judged(ratios, standing.plan, view, view.assumed, prices))
-        affordable = self._affordable(ratios, standing.plan, view, prices)
-        candidates = sorted(self._candidates(judged, affordable, view), key=_by_cost)
+        learning = {exchange: self._learning(exchange, ratios, view) for exchange in self.exchanges}
+        judged = list(self._all_judged(ratios, learning, standing.plan, view, view.assumed, prices))
+        affordable = self._affordable(ratios, learning, standing.plan, view, prices)
+        found = list(self._candidates(judged, affordable, view)) or list(self._candidates(judged, ALL, view))
+        candidates = sorted(found, key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
         chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view)
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
@@ -304,7 +310,7 @@ class Adaptive:
         """One plan by the present view."""
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
-        return self._judged(way, ratios, price, self._learning(way, ratios, view), way, view, prices).at(0)
+        return self._judged(way, ratios, price, self._learning(way.exchange, ratios, view), way, view, prices).at(0)
 
     def _candidates(self, judged: Iterable[_Judged], affordable: Iterable[Any], view: View) -> Iterator[Candidate]:
         """Every way at the ratio at which it is best, of those that send enough, as dense does, and can be afforded."""
@@ -313,21 +319,15 @@ class Adaptive:
             if fits.any():
                 yield each.at(int(np.where(fits, each.costs, np.inf).argmin()))
 
-    def _affordable(self, ratios: Floats, plan: Plan, view: View, prices: Prices) -> Iterable[Any]:
-        """Of each way, the ratios that may be tried: all, but in hope only what would not hurt much without it.
-
-        The plan in force is, so something always is.
-        """
-        if view.hope.factor == 1 or view.network is None or self.objective == "knee" or not self._allows(plan):
-            return itertools.repeat(True)
+    def _affordable(self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices) -> Iterable[Any]:
+        """Of each way, the ratios that may be tried: all, but in hope only what would not hurt much without it."""
+        if view.hope.factor == 1 or view.network is None or self.objective == "knee":
+            return ALL
         most = RISK * self.judge(plan, view, view.network, prices).seconds
-        found = list(self._all_judged(ratios, plan, view, view.network, prices))
-        if not any((each.seconds <= most).any() for each in found):
-            return itertools.repeat(True)
-        return [each.seconds <= most for each in found]
+        return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.network, prices)]
 
     def _all_judged(
-        self, ratios: Floats, plan: Plan, view: View, network: Network, prices: Prices
+        self, ratios: Floats, learning: _Learning, plan: Plan, view: View, network: Network, prices: Prices
     ) -> Iterator[_Judged]:
         """The ways that may be chosen while `plan` is in force, at all ratios; dense at its own.
 
@@ -336,14 +336,12 @@ class Adaptive:
         few = ratios
         if len(ratios) > 1:  # rounded, since NumPy's functions are not the same to the last bit on every processor
             few = np.array([rounded(ratio) for ratio in np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS)])
-        learning, runs = {}, way_of(plan)
+        runs = way_of(plan)
         for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
             if way.exchange == "dense":
                 whole = np.array([1.0])
                 yield self._judged(way, whole, row[-1:], (whole, whole), runs, view, prices)
-            elif way.exchange in self.exchanges:
-                if way.exchange not in learning:
-                    learning[way.exchange] = self._learning(way, ratios, view)
+            elif way.exchange in learning:
                 price = np.interp(ratios, few, row)
                 yield self._judged(way, ratios, price, learning[way.exchange], runs, view, prices)
 
@@ -366,10 +364,10 @@ class Adaptive:
     def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:
         return compress_seconds(way, ratios, prices.numel, prices.world_size) * view.compress_factor(way.exchange)
 
-    def _learning(self, way: Way, ratios: Floats, view: View) -> tuple[Floats, Floats]:
+    def _learning(self, exchange: str, ratios: Floats, view: View) -> tuple[Floats, Floats]:
         """The gain at each ratio, and how many times more steps it takes."""
-        gains = view.gains.gains(way.exchange, tuple(ratios.tolist()))
-        delays = np.array([0.0 if self.objective == "seconds" else delay(way.exchange, gain) for gain in gains])
+        gains = view.gains.gains(exchange, tuple(ratios.tolist()))
+        delays = np.array([0.0 if self.objective == "seconds" else delay(exchange, gain) for gain in gains])
         return np.array(gains), 1 + delays / self.horizon
 
     def _least_gain(self, exchange: str, view: View) -> float:

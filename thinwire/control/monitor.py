@@ -55,6 +55,7 @@ CALM_PROBES_PER_SECOND = 10.0
 LEAST_PROBES_PER_SECOND = 1.0  # whatever is sent
 PROBES_AT_ONCE = 4
 RESTLESS = 8  # steps after a number has moved, or seemed to
+FAR_AWAY, FAR_AWAY_SECONDS = 2.0, 1e-3  # times the median latency, and more than that: peers on another site
 CONFIRMED = 1.25  # the ratio by which others must have seen the latency rise, for one round trip to confirm it
 
 
@@ -183,10 +184,18 @@ class Monitor:
         return changes
 
     def alpha_now(self) -> float | None:
-        """The latency as one number: of the median peer. None if nothing is known."""
-        own_time = WIRE_BYTES * (self.beta_now() or 0.0)
-        found = [_latency(trips, own_time) for trips in self._known_trips()]
-        return statistics.median(found) if found else None
+        """The latency as one number, None if nothing is known: of the median peer, or of the farthest if that is far.
+
+        A collective waits for the farthest. But of many peers one always seems farther than it is, so it counts only if
+        that is so beyond doubt.
+        """
+        own_time, known = WIRE_BYTES * (self.beta_now() or 0.0), self._known_trips()
+        if not known:
+            return None
+        found = [(_latency(trips, own_time), len(trips)) for trips in known]
+        middle = statistics.median(latency for latency, _ in found)
+        limit = FAR_AWAY * middle + FAR_AWAY_SECONDS
+        return max((latency for latency, number in found if latency > limit and number == TRIPS_KEPT), default=middle)
 
     def beta_now(self) -> float | None:
         """Seconds per byte."""

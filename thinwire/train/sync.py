@@ -18,7 +18,7 @@ from torch import nn
 
 from thinwire import exchange as exchanges
 from thinwire.collectives import ALL_GATHERS
-from thinwire.control.adaptive import Adaptive
+from thinwire.control.adaptive import Adaptive, Decision
 from thinwire.control.explain import explain
 from thinwire.control.prices import Prices, ways
 from thinwire.errors import ThinwireWarning
@@ -135,6 +135,11 @@ class Synchronizer:
         if kind not in self._exchanges:
             self._exchanges[kind] = build(kind, self._layout.sizes)
         return self._exchanges[kind]
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last one of this run, with all that was seen and considered; None before it, or where a plan is fixed."""
+        return self._pilot.decision
 
     @property
     def network(self) -> Network | None:
