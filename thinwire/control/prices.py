@@ -187,12 +187,12 @@ def _leaders(way: Way, world_size: int) -> Iterable[int]:
 
     Ring and direct look alike from every rank, but for ties and for pieces that are larger by an entry, so that two
     leaders speak for all, within 1 %; over a tree and by halving every leader has a place of its own, and of more than
-    16 an even choice must do.
+    16 an even choice must do, the smaller the more each costs to play.
     """
     if way.exchange not in LED:
         return (0,)
     alike = way.collective in ("ring", "direct", "torch")
-    return {0, world_size // 2} if alike else range(0, world_size, -(-world_size // 16))
+    return {0, world_size // 2} if alike else range(0, world_size, -(-world_size // max(2, min(16, 256 // world_size))))
 
 
 class _Layout:
