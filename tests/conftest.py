@@ -1,12 +1,18 @@
-"""One thread per process, and no deadline for hypothesis: the first call of a kernel compiles it."""
+"""One thread per process, and no deadline for hypothesis: the first call of a kernel compiles it.
+
+A shell starts what runs in its background with interrupts ignored, and so would be all that tests start and interrupt.
+"""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("thinwire", deadline=None, derandomize=True)
 settings.load_profile("thinwire")
 

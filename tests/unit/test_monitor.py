@@ -36,6 +36,7 @@ class Network:
         self.now, self.sent_bytes, self.probe_bytes = 0.0, 0, 0
         self.alpha, self.beta = ALPHA, BETA
         self.farther: dict[int, float] = {}  # peers, and by how much
+        self.agreed: float | None = None
         self.monitor = Monitor(world_size, rank=0, clock=lambda: self.now)
         self._noise, self._rng = noise, random.Random(seed)
         self._asked: list[int] = []
@@ -52,7 +53,7 @@ class Network:
         trips = tuple((peer, self.round_trip(peer)) for peer in self._asked)
         rate = self._rng.gauss(1.0, 0.05) / self.beta
         stretches = (Stretch(nbytes // 2, nbytes / 2 / rate),) if nbytes >= 1000 else ()
-        self.monitor.note(Reading(trips, stretches, probed), self.sent_bytes)
+        self.monitor.note(Reading(trips, stretches, probed), self.sent_bytes, self.agreed)
         self._asked = self.monitor.probes_due()
 
     def steps(self, number: int, nbytes: int = STEP_BYTES) -> None:
@@ -89,12 +90,34 @@ def test_where_some_peers_are_on_another_site_the_latency_is_theirs_since_everyb
     assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.1)
 
 
-def test_one_answer_that_is_very_late_makes_no_peer_a_far_one() -> None:
+@pytest.mark.parametrize("steps", [0, 50])
+def test_one_answer_that_is_very_late_makes_no_peer_a_far_one(steps: int) -> None:
     network = Network(8)
-    network.steps(50)
+    network.steps(steps)
     network.farther = {3: 0.2}
     network.steps(3)
     assert value(network.monitor.alpha()) == pytest.approx(ALPHA, rel=0.05)
+
+
+@pytest.mark.parametrize(("world_size", "far"), [(3, {2}), (5, {3, 4}), (8, {6, 7})])
+def test_a_site_that_becomes_even_farther_is_never_taken_for_a_near_one(world_size: int, far: set[int]) -> None:
+    network = Network(world_size)
+    network.farther = dict.fromkeys(far, 0.03)
+    network.steps(60)
+    for more in (0.06, 0.12):
+        network.farther = dict.fromkeys(far, more)
+        for _ in range(60):
+            network.step()
+            assert value(network.monitor.alpha()) > 0.03
+        assert value(network.monitor.alpha()) == pytest.approx(ALPHA + more, rel=0.1)
+
+
+def test_what_the_others_have_agreed_on_keeps_nobody_from_seeing_that_some_are_far() -> None:
+    network = Network(8, often_late)
+    network.farther = {6: 0.03, 7: 0.03}
+    network.agreed = 1.4 * ALPHA
+    network.steps(150)
+    assert value(network.monitor.alpha()) == pytest.approx(ALPHA + 0.03, rel=0.1)
 
 
 @pytest.mark.parametrize("noise", [none, often_late])
@@ -127,7 +150,7 @@ def test_a_peer_that_is_farther_away_is_told_apart() -> None:
     for _ in range(5):
         monitor.note(Reading(((1, 0.002), (2, 0.002), (3, 0.080))), 0)
     assert {peer: value(each) for peer, each in monitor.pairs().items()} == {1: 0.001, 2: 0.001, 3: 0.040}
-    assert value(monitor.alpha()) == 0.001
+    assert value(monitor.alpha()) == 0.040  # everybody waits for the farthest
 
 
 def test_a_stretch_at_half_the_rate_from_a_sender_with_two_receivers_is_outvoted() -> None:

@@ -6,8 +6,13 @@ from typing import cast
 
 import pytest
 
+from thinwire.control.adaptive import Adaptive, Standing
+from thinwire.control.prices import Prices, ways
+from thinwire.control.view import View
+from thinwire.exchange import complete
 from thinwire.link.base import Link
-from thinwire.train.pilot import Thrift
+from thinwire.link.thread import ThreadLink, ThreadWorld
+from thinwire.train.pilot import Pilot, Thrift
 
 SHARE, LONGEST = 0.01, 10.0
 STEP_SECONDS = 0.02
@@ -76,3 +81,36 @@ def test_nothing_that_happens_once_makes_a_long_pause() -> None:
             processor.compute(0.1)
     processor.wall += 1.01
     assert thrift.allows()
+
+
+@pytest.mark.parametrize(
+    ("took", "expected", "guessed", "period"),
+    [
+        (None, None, False, 5),  # nothing is known yet
+        (0.5, 0.5, False, 5),
+        (0.01, 0.01, False, 50),  # twice a second
+        (0.015, 0.01, False, 34),
+        (1.0, 0.1, False, 1),  # and at every step while something is wrong
+        (0.1, 1.0, False, 1),
+        (0.005, 0.1, False, 4),
+        (0.01, 0.1, True, 50),  # but not because a guess was
+    ],
+)
+def test_word_is_passed_beside_torch_now_and_then_and_at_every_step_while_something_is_wrong(
+    took: float | None, expected: float | None, guessed: bool, period: int
+) -> None:
+    def program(link: ThreadLink) -> int:
+        pilot = Pilot(link, Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
+        pilot.view = View(took=took)
+        pilot.standing = Standing(plan=pilot.plan, seconds=expected, guessed=guessed)
+        return next(step for step in range(1000) if pilot.tells_by_torch(step))
+
+    assert ThreadWorld(2).run(program) == [period, period]
+
+
+def test_a_plan_that_is_fixed_is_not_worth_a_word() -> None:
+    def program(link: ThreadLink) -> bool:
+        pilot = Pilot(link, Prices(1000, 4, 2, ways(2, False)), None, complete("dense", 1.0))
+        return any(pilot.tells_by_torch(step) for step in range(1000))
+
+    assert ThreadWorld(2).run(program) == [False, False]

@@ -11,7 +11,7 @@ import pytest
 from thinwire.control.agreement import START, off
 from thinwire.control.hope import FACTOR, MOST_PATIENCE, PATIENCE
 from thinwire.control.prices import Prices, ways
-from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Seen, View, way_of
+from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Running, Seen, View, way_of
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan, Told
 
@@ -270,10 +270,37 @@ def test_torch_alone_hides_behind_backward_and_never_its_last_part() -> None:
         last_share=RANKS * 0.25,
     )
     view = begun().after(Seen(1, 0, DIRECT, DIRECT, told), PRICES)
-    prices = np.array([0.04, 0.2, 0.4, 1.0])
-    assert view.exposed(torch_way, prices) == pytest.approx([0.01, 0.05, 0.1, 0.7])
-    assert view.exposed(ring, prices) == pytest.approx(prices)
-    assert begun().exposed(torch_way, prices) == pytest.approx(prices)
+    prices = np.array([0.1, 0.2, 0.4, 1.0])
+    latencies = 4 * (RANKS - 1) * HERE.alpha
+    last_parts = latencies + 0.25 * (prices - latencies)
+    assert last_parts[0] > 0.03
+    expected = pytest.approx([*last_parts[:3], 0.7], rel=1e-3)
+    assert view.exposed(torch_way, prices, HERE, PRICES) == expected
+    assert view.exposed(ring, prices, HERE, PRICES) == pytest.approx(prices)
+    assert begun().exposed(torch_way, prices, HERE, PRICES) == pytest.approx(prices)
+
+
+def test_what_torch_hides_is_lent_to_no_other_way_while_it_runs_or_after() -> None:
+    torch_plan = complete("dense", 1.0)
+    view = replace(begun(), extra={str(way_of(torch_plan)): Running(-0.03, 10)})
+    assert extra_of(view, torch_plan) == -0.03
+    assert extra_of(view, RING, runs=torch_plan) == 0
+    assert extra_of(view, RING) == extra_of(view, DIRECT, runs=RING) == 0
+
+
+def test_a_dense_plan_leaves_no_strain() -> None:
+    view = replace(begun(), strain=8.0)
+    told = Told(energy=RANKS * 1.0, energy_sent=RANKS * 1.0)
+    for _ in range(200):
+        view = view.after(Seen(0, 0, complete("dense", 1.0), None, told), PRICES)
+    assert view.strain == pytest.approx(1.0, rel=0.01)
+
+
+def test_numbers_of_another_version_are_refused() -> None:
+    state = Seen(1, 0, DIRECT, DIRECT, Told()).to_json()
+    assert Seen.from_json(state).plan == DIRECT
+    with pytest.raises(ValueError, match="another version"):
+        Seen.from_json(state | {"told": state["told"][:-1]})
 
 
 def test_a_view_comes_back_from_json_as_it_was() -> None:

@@ -310,6 +310,7 @@ class Adaptive:
         """One plan by the present view."""
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
+        price = view.exposed(way, price, network, prices)
         return self._judged(way, ratios, price, self._learning(way.exchange, ratios, view), way, view, prices).at(0)
 
     def _candidates(self, judged: Iterable[_Judged], affordable: Iterable[Any], view: View) -> Iterator[Candidate]:
@@ -340,7 +341,8 @@ class Adaptive:
         for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
             if way.exchange == "dense":
                 whole = np.array([1.0])
-                yield self._judged(way, whole, row[-1:], (whole, whole), runs, view, prices)
+                price = view.exposed(way, row[-1:], network, prices)
+                yield self._judged(way, whole, price, (whole, whole), runs, view, prices)
             elif way.exchange in learning:
                 price = np.interp(ratios, few, row)
                 yield self._judged(way, ratios, price, learning[way.exchange], runs, view, prices)
@@ -355,8 +357,7 @@ class Adaptive:
         view: View,
         prices: Prices,
     ) -> _Judged:
-        waited, handling = view.exposed(way, price), view.handling(way, prices)
-        expected = waited + self._computing(way, ratios, view, prices) + handling
+        expected = price + self._computing(way, ratios, view, prices) + view.handling(way, prices)
         extra = view.extra_of(way, runs, view.rest_seconds + expected)
         seconds = view.rest_seconds + np.maximum(expected + extra, 0.0)
         return _Judged(way, ratios, seconds, *learning)

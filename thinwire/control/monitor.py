@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -147,6 +147,7 @@ class Monitor:
             maxlen=IN_A_ROW_FOR_SURE
         )  # how far above expectation, at each step that knows
         self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
+        self._far_looks = Counter[int]()  # at each peer, in a row that found it much farther away than the others
         self._doubts = 0  # how many rates in a row were far from what was believed
         self._doubted_at = 0  # the step of the last of them
         self._watches = [_Watch("alpha"), _Watch("beta")]
@@ -168,6 +169,7 @@ class Monitor:
         self._sent_bytes = max(self._sent_bytes, sent_bytes)
         self._probe_bytes += max(0, reading.probe_bytes)
         self._note_round_trips(reading, now, agreed_alpha)
+        self._note_who_is_far()
         self._note_rate(reading.stretches, now)
         alpha, beta = self.alpha_now(), self.beta_now()
         has_moved, changes = any(map(_are_apart, before, (alpha, beta))), list[Change]()
@@ -189,13 +191,26 @@ class Monitor:
         A collective waits for the farthest. But of many peers one always seems farther than it is, so it counts only if
         that is so beyond doubt.
         """
-        own_time, known = WIRE_BYTES * (self.beta_now() or 0.0), self._known_trips()
-        if not known:
+        found = self._latencies()
+        if not found:
             return None
-        found = [(_latency(trips, own_time), len(trips)) for trips in known]
-        middle = statistics.median(latency for latency, _ in found)
-        limit = FAR_AWAY * middle + FAR_AWAY_SECONDS
-        return max((latency for latency, number in found if latency > limit and number == TRIPS_KEPT), default=middle)
+        far = [found[peer] for peer, looks in self._far_looks.items() if looks >= IN_A_ROW and peer in found]
+        return max(far, default=statistics.median(found.values()))
+
+    def _latencies(self) -> dict[int, float]:
+        own_time = WIRE_BYTES * (self.beta_now() or 0.0)
+        return {peer: _latency(trips, own_time) for peer, trips in self._trips.items() if trips}
+
+    def _note_who_is_far(self) -> None:
+        found = self._latencies()
+        if not found:
+            return
+        limit = FAR_AWAY * statistics.median_low(found.values()) + FAR_AWAY_SECONDS
+        for peer, latency in found.items():
+            if latency <= limit:
+                self._far_looks[peer] = 0
+            elif self._trips[peer][-1].step == self._step:  # or it may be the others that have come nearer since
+                self._far_looks[peer] += 1
 
     def beta_now(self) -> float | None:
         """Seconds per byte."""
@@ -338,10 +353,10 @@ class Monitor:
 
     def _is_confirmed(self, agreed_alpha: float | None) -> bool:
         """Whether the last round trips are above expectation, and so is what all ranks together hold to be true."""
-        own = self.alpha_now()
-        if agreed_alpha is None or own is None or not self._risen:
+        farthest = max(self._latencies().values(), default=None)
+        if agreed_alpha is None or farthest is None or not self._risen:
             return False
-        return agreed_alpha > own * CONFIRMED and self._risen[-1].step == self._step
+        return agreed_alpha > farthest * CONFIRMED and self._risen[-1].step == self._step
 
     def _forget_before_a_rise(self, samples: deque[_Sample]) -> None:
         """The same for one peer, which may have become farther away than the others."""

@@ -85,6 +85,10 @@ class Seen(NamedTuple):
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Seen:
         before = None if state["before"] is None else Plan(**state["before"])
+        if len(state["told"]) != len(Told._fields):
+            raise ValueError(
+                f"{len(state['told'])} numbers were told, not {len(Told._fields)}: it is of another version."
+            )
         told = Told(*(math.nan if number is None else float(number) for number in state["told"]))  # as JSON has it
         return cls(state["step"], state["turn"], Plan(**state["plan"]), before, told)
 
@@ -159,9 +163,9 @@ class View:
         compress: by exchange, measured over modelled seconds of computing.
         hope: that the rate has risen since it was last seen.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
-        strain: what is kept back, over what would be if gradients had nothing to do with each other. With the error e
-            and the gradient g, e^2 / g^2 = strain (1 / gain - 1); where gradients point the same way for long it is
-            more than 1, and where they shrink.
+        strain: the energy that is sent over that of the gradient alone. With the error e and the gradient g,
+            e^2 / g^2 = strain (1 / gain - 1). It is 1 where gradients have nothing to do with each other, and more
+            where they point the same way for long, or shrink.
     """
 
     alpha: float | None = None
@@ -220,14 +224,11 @@ class View:
             gains = gains.with_kept(ratio_of_turn(seen.turn), min(1.0, told.kept / told.energy))
         if seen.plan.exchange != "dense":
             gains = gains.with_measured(seen.plan.exchange, seen.plan.ratio, gain)
-        return replace(self, gains=gains, strain=self._strain_after(told, gain))
-
-    def _strain_after(self, told: Told, gain: float) -> float:
-        kept_back = told.energy - told.energy_sent
-        if not (0 < gain < 1 and kept_back > 0 and told.gradient > 0):
-            return self.strain
-        strain = min(max(kept_back / told.gradient / (1 / gain - 1), STRAINS[0]), STRAINS[1])
-        return rounded(self.strain * math.pow(strain / self.strain, NEWEST_STRAIN))
+        strain = 1.0 if seen.plan.exchange == "dense" else self.strain  # which leaves no error
+        if told.gradient > 0 and seen.plan.exchange != "dense":
+            strain = min(max(told.energy_sent / told.gradient, STRAINS[0]), STRAINS[1])
+        strain = rounded(self.strain * math.pow(strain / self.strain, NEWEST_STRAIN))
+        return replace(self, gains=gains, strain=strain)
 
     def _with_times(self, plan: Plan, told: Told, prices: Prices) -> View:
         N, rate_is_new = prices.world_size, told.beta_known > 0
@@ -262,7 +263,7 @@ class View:
             return self
         network = Network(alpha=_coarse(network.alpha), beta=_coarse(network.beta))
         price = prices.seconds(way, plan.ratio, network)
-        waited = float(self.exposed(way, np.array(price)))
+        waited = float(self.exposed(way, np.array(price), network, prices))
         beyond = exchange - compress - waited - self.handling(way, prices)
         hope = self.hope
         if rate_is_new:
@@ -290,15 +291,18 @@ class View:
         """The strain, rounded down to a power of 2, so that what is guarded by it is not raised bit by bit."""
         return math.ldexp(1.0, math.frexp(self.strain)[1] - 1)
 
-    def exposed(self, way: Way, price: Floats) -> Floats:
+    def exposed(self, way: Way, price: Floats, network: Network, prices: Prices) -> Floats:
         """What a step has to wait for of an exchange that takes so long on the wire: mostly all of it.
 
         But a dense one by torch's own all_reduce begins with the first part of the gradient that backward() has made,
-        and goes on while that computes; only what does not fit into that time is waited for, or the last part.
+        and goes on while that computes; only what does not fit into that time is waited for, or the last part, whose
+        latencies are as many as those of the whole.
         """
-        if way.exchange != "dense" or way.collective != "torch" or self.overlap is None:
+        if way.exchange != "dense" or way.collective != "torch" or self.overlap is None or self.overlap.value <= 0:
             return price
-        waited: Floats = np.maximum(price - self.overlap.value, self.last_share * price)
+        latencies = prices.seconds(way, 1.0, replace(network, beta=BETAS[0]))
+        last_part = latencies + self.last_share * (price - latencies)
+        waited: Floats = np.maximum(price - self.overlap.value, last_part)
         return waited
 
     def compress_factor(self, exchange: str) -> float:
@@ -326,10 +330,7 @@ class View:
         if str(way) == str(runs) and str(runs) in self.extra:
             return np.full_like(expected, self.extra[str(runs)].value)
         doubt, known_best = DOUBT * expected, self._usual_extra(runs)
-        as_usual = 0.0 if known_best is None else known_best.value
-        if runs.collective == "torch":  # what that takes less than was expected it hides, as no other can
-            as_usual = max(as_usual, 0.0)
-        usual = np.minimum(doubt, as_usual)
+        usual = np.minimum(doubt, 0.0 if known_best is None else known_best.value)
         if str(way) not in self.extra:
             return usual
         known: Floats = np.full_like(expected, self.extra[str(way)].value)
@@ -338,7 +339,11 @@ class View:
     def _usual_extra(self, way: Way, samples: int = 1) -> Running | None:
         """What this way takes, or else the one that takes the least, of those that are known by so many samples."""
         known = {name: running for name, running in self.extra.items() if running.samples >= samples}
-        return known.get(str(way)) or min(known.values(), key=lambda running: running.value, default=None)
+        if str(way) in known and way.collective != "torch":
+            return known[str(way)]
+        # What torch takes less than was expected it hides behind backward(), as no other can.
+        lent = [Running(max(r.value, 0.0), r.samples) if name.endswith("torch") else r for name, r in known.items()]
+        return min(lent, key=lambda running: running.value, default=None)
 
     def to_json(self) -> dict[str, Any]:
         def plain(running: Running | None) -> list[float] | None:

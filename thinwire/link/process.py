@@ -75,7 +75,8 @@ class ProcessLink(Link):
         self._readings += 1
         seen = connections()
         trips = self._round_trips(seen)
-        stretch = self._deliveries.since(each for each in seen if not self._rank_on or each.host in self._rank_on)
+        to_peers = [each for each in seen if each.host in (self._rank_on or {})]
+        stretch = self._deliveries.since(to_peers or seen)
         return Reading(tuple(trips.items()), (stretch,) if stretch else ())
 
     def _round_trips(self, seen: list[Seen]) -> dict[int, float]:

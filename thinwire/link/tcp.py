@@ -75,6 +75,9 @@ class TcpLink(Link):
         self._probing_until = self._served_at = 0.0
         self._probe_bytes_read = self._native_bytes_read = 0
         self._native_deliveries = Deliveries()
+        self._own_sockets = {os.fstat(sock.fileno()).st_ino for sock in mesh.sockets.values()}
+        self._other_hosts = {str(sock.getpeername()[0]) for sock in mesh.sockets.values()}
+        self._other_hosts -= {str(sock.getsockname()[0]) for sock in mesh.sockets.values()}
         self._failing = threading.Lock()
         self._closing = False
         self._leaving_since: float | None = None  # all goodbyes are queued: the I/O thread may end when they are out
@@ -168,12 +171,10 @@ class TcpLink(Link):
         Args:
             least: bytes that one must have delivered to speak for what torch sent; the store's, say, do not.
         """
-        if self._closing:
+        if not self._other_hosts:
             return ()
-        ours = {os.fstat(c.socket.fileno()).st_ino for c in self._connections.values()}
-        hosts = {str(c.socket.getpeername()[0]) for c in self._connections.values()}
-        seen = (each for each in connections() if each.host in hosts and each.inode not in ours)
-        stretch = self._native_deliveries.since(seen, least)
+        theirs = [each for each in connections() if each.host in self._other_hosts]
+        stretch = self._native_deliveries.since([t for t in theirs if t.inode not in self._own_sockets], least)
         return () if stretch is None else (stretch,)
 
     @property

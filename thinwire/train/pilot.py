@@ -38,7 +38,7 @@ SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 Mi
 SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
-ALARMING = 2.0
+ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
 
 log = logging.getLogger("thinwire")
 
@@ -221,7 +221,9 @@ class Pilot:
             return False
         took, expected, period = self.view.took, self.standing.seconds, TELL_EVERY
         if took and expected:
-            period = 1 if _is_off(took, expected, ALARMING) else max(period, math.ceil(TELL_SECONDS / took))
+            is_alarming = not self.standing.guessed and _is_off(took, expected, ALARMING)
+            least, seconds = (1, ALARM_SECONDS) if is_alarming else (TELL_EVERY, TELL_SECONDS)
+            period = max(least, math.ceil(seconds / took))
         return step - self._asked.step >= period
 
     def heard_by_torch(self) -> Told | None:

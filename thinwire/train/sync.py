@@ -30,7 +30,7 @@ from thinwire.train.pilot import Course, Pilot
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _STEPS_COMPARED = 16
 _STEPS_UNEXPLORED = 100
 _SENT_SECONDS = 1.0  # between two records of what was sent of each parameter, at least
