@@ -364,8 +364,8 @@ class Synchronizer:
         """Go on from a state of this rank, on all ranks from the same step. One that does not fit is refused whole."""
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"this state has version {state.get('version')!r}, this run has {_STATE_VERSION}: it was saved by another "
-                "version of thinwire."
+                f"this state has version {state.get('version')!r}, this run has {_STATE_VERSION}: it was saved by "
+                "another version of thinwire."
             )
         expected = {"rank": self.link.rank, "world_size": self.link.world_size}
         for field, ours in expected.items():
