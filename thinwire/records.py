@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 1
 
 log = logging.getLogger("thinwire")
 
