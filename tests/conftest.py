@@ -1,7 +1,7 @@
 """One thread per process, and no deadline for hypothesis: the first call of a kernel compiles it.
 
-A shell starts what runs in its background with interrupts ignored, and nohup what it runs with hang-ups: so would be all
-that tests start and then interrupt.
+A shell starts what runs in its background with interrupts ignored, and nohup what it runs with hang-ups: so would be
+all that tests start and then interrupt.
 """
 
 from __future__ import annotations
