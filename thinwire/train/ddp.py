@@ -95,7 +95,7 @@ class _Courier:
         self._strides = {id(p): p.stride() for p in model.module.parameters()}
         self._waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
         self._passing = _Passing(comm)
-        self._was_held_up = False  # in the last step, by an error that had to be sent first, or for good
+        self._held_up = False  # a step that could pass, by an error that has to be sent with it
         # DDP throws away what comes back for a parameter that no rank used, so its error must not be sent then.
         self._may_hold = model.find_unused_parameters or model.static_graph
         self._used: set[str] = set()
@@ -131,19 +131,18 @@ class _Courier:
         self._comm.hear_by_torch()
         self._waiting = []  # an earlier backward may have failed half-way
         self._first_at, self._nbytes = self._comm.link.now(), 0
-        could_pass = self._comm.exchange.bucketwise
-        self._passes = could_pass and self._comm.memory.empty
-        self._hides = self._passes or not could_pass or not self._was_held_up
-        if could_pass and not self._passes and not self._was_held_up:
-            self._comm.pause()  # only this step waits for an error that is left: it is not what dense takes
-        self._was_held_up = could_pass and not self._passes
+        self._passes = self._comm.exchange.bucketwise and self._comm.memory.empty
+        held_up = self._comm.exchange.bucketwise and not self._passes
+        if held_up and not self._held_up:
+            self._comm.pause()  # it may be this step alone that waits, for an error that is left: not what dense takes
+        self._held_up = held_up
 
     def _note_part(self, bucket: GradBucket) -> None:
         nbytes = bucket.buffer().nbytes
         self._nbytes += nbytes
         if bucket.is_last():
             overlap = self._comm.link.now() - self._first_at, nbytes / max(1, self._nbytes)
-            self._comm.note_overlap(*(overlap if self._hides else (0.0, 1.0)))
+            self._comm.note_overlap(*((0.0, 1.0) if self._held_up else overlap))
 
     def _exchange(self) -> None:
         grads = {
