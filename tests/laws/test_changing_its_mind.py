@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +231,7 @@ def test_an_absurd_first_step_is_forgotten_within_a_few() -> None:
     for _ in range(12):
         running = running.after(0.03)
     assert running.value < 0.06
-    assert replace(running, samples=20).after(30.0).value < 0.1
+    assert running._replace(samples=20).after(30.0).value < 0.1
 
 
 @pytest.mark.parametrize("advantage", [0.02, 0.1, 0.4])

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -321,11 +320,11 @@ def decided_under_ddp(view: View, standing: Standing | None = None) -> Decision:
 def test_what_backward_hides_of_a_dense_exchange_is_no_reason_to_compress() -> None:
     view = View(alpha=A_LINE.alpha, beta=A_LINE.beta / 4, rest=HALF_A_SECOND)
     assert decided_under_ddp(view).plan.exchange != "dense"
-    hidden = replace(view, overlap=Running(0.4, 10), last_share=0.1)
+    hidden = view._replace(overlap=Running(0.4, 10), last_share=0.1)
     decision = decided_under_ddp(hidden)
     assert decision.plan == complete("dense", 1.0) and 0.5 < decision.seconds < 0.55
     # And as little as what was hidden is one to compress by another way, which cannot hide.
-    learned = replace(hidden, extra={"dense over torch": Running(-0.2, 10)})
+    learned = hidden._replace(extra={"dense over torch": Running(-0.2, 10)})
     ring = next(c for c in decided_under_ddp(learned).candidates if c.plan == complete("dense", 1.0, "ring"))
     assert ring.seconds > 0.6
 
@@ -341,9 +340,9 @@ def test_a_hope_is_not_tried_out_at_any_price() -> None:
     first = controller.decide(known, Standing(plan=complete("dense", 1.0, "ring")), 0, prices)
     assert first is not None and first.plan.exchange != "dense"
     standing = controller.standing_after(first, known)
-    tried = controller.decide(replace(known, hope=Hope(FACTOR)), standing, 100, prices)
+    tried = controller.decide(known._replace(hope=Hope(FACTOR)), standing, 100, prices)
     assert tried is not None and tried.hope == FACTOR
-    seen = controller.decide(replace(known, beta=A_LINE.beta / FACTOR), standing, 100, prices)
+    seen = controller.decide(known._replace(beta=A_LINE.beta / FACTOR), standing, 100, prices)
     assert seen is not None and seen.plan.ratio > tried.plan.ratio > first.plan.ratio
     in_vain = controller.judge(tried.plan, known, A_LINE, prices).seconds
     assert in_vain <= RISK * controller.judge(first.plan, known, A_LINE, prices).seconds
@@ -355,18 +354,18 @@ def test_what_is_allowed_is_chosen_also_where_no_hope_could_afford_it(objective:
         controller = Adaptive(objective=objective, least_gain=least_gain)
         prices, _ = of_four(controller)
         standing = Standing(plan=complete("topk-allgather", 0.001), alpha=1e-2, beta=1e-6, gain=0.01, seconds=0.1)
-        decision = controller.decide(replace(FAR_AND_SLOW, hope=Hope(FACTOR)), standing, 100, prices)
+        decision = controller.decide(FAR_AND_SLOW._replace(hope=Hope(FACTOR)), standing, 100, prices)
         assert decision is not None and decision.gain >= least_gain
 
 
 def test_where_errors_grow_far_longer_than_usual_the_ratio_is_raised() -> None:
     controller = Adaptive()
     prices, dense = of_four(controller)
-    calm = replace(FAR_AND_SLOW, gains=GainCurve(rate=0.2))
+    calm = FAR_AND_SLOW._replace(gains=GainCurve(rate=0.2))
     first = controller.decide(calm, dense, 0, prices)
     assert first is not None
     standing = controller.standing_after(first, calm)
-    strained = replace(calm, strain=10.0)
+    strained = calm._replace(strain=10.0)
     assert controller.decide(calm, standing, 100, prices) is None
     raised = controller.decide(strained, standing, 100, prices)
     assert raised is not None and "under the least allowed" in raised.trigger
@@ -377,7 +376,7 @@ def test_where_errors_grow_far_longer_than_usual_the_ratio_is_raised() -> None:
 def test_word_beside_torch_is_heeded_whenever_it_comes(age: int) -> None:
     view = View(alpha=A_LINE.alpha, beta=A_LINE.beta / 100, rest=HALF_A_SECOND, took=0.5)
     standing = Standing(plan=complete("dense", 1.0), alpha=view.alpha, beta=view.beta, gain=1.0, seconds=0.51)
-    slow = replace(view, extra={"dense over torch": Running(2.0, 10)})  # as when a rate falls that nobody sees
+    slow = view._replace(extra={"dense over torch": Running(2.0, 10)})  # as when a rate falls that nobody sees
     prices = Prices(2_000_000, 4, 4, ways(4, has_group=True))
     decision = Adaptive().decide(slow, standing, age, prices)
     assert decision is not None and decision.plan.collective != "torch"  # over our own connections it will be seen

@@ -282,14 +282,14 @@ def test_torch_alone_hides_behind_backward_and_never_its_last_part() -> None:
 
 def test_what_torch_hides_is_lent_to_no_other_way_while_it_runs_or_after() -> None:
     torch_plan = complete("dense", 1.0)
-    view = replace(begun(), extra={str(way_of(torch_plan)): Running(-0.03, 10)})
+    view = begun()._replace(extra={str(way_of(torch_plan)): Running(-0.03, 10)})
     assert extra_of(view, torch_plan) == -0.03
     assert extra_of(view, RING, runs=torch_plan) == 0
     assert extra_of(view, RING) == extra_of(view, DIRECT, runs=RING) == 0
 
 
 def test_a_dense_plan_leaves_no_strain() -> None:
-    view = replace(begun(), strain=8.0)
+    view = begun()._replace(strain=8.0)
     told = Told(energy=RANKS * 1.0, energy_sent=RANKS * 1.0)
     for _ in range(200):
         view = view.after(Seen(0, 0, complete("dense", 1.0), None, told), PRICES)

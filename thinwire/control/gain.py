@@ -24,8 +24,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +53,7 @@ UNDER_ERROR = 0.65  # 0.5 to 0.8, by model
 USUAL_RATE = 1.8  # 0.9 to 2.5, by model
 
 
-@dataclass(frozen=True, kw_only=True)
-class GainCurve:
+class GainCurve(NamedTuple):
     """See the module. Made of plain numbers that all ranks agreed on; `with_...` give the curve one sample later.
 
     Attributes:
@@ -69,10 +68,10 @@ class GainCurve:
     [0.779, 0.157, 0.021]
     """
 
-    kept: Mapping[float, float] = field(default_factory=dict)
+    kept: Mapping[float, float] = MappingProxyType({})
     rate: float | None = None
     unmeasured: int = 0
-    explored: Mapping[float, float] = field(default_factory=dict)
+    explored: Mapping[float, float] = MappingProxyType({})
     explored_at: float | None = None
 
     def with_kept(self, ratio: float, share: float) -> GainCurve:
@@ -82,7 +81,7 @@ class GainCurve:
         before = self.kept.get(ratio, share)
         kept = {**self.kept, ratio: rounded(before + _NEWEST_KEPT * (share - before))}
         forgotten = self.unmeasured + 1 >= _FORGET
-        return replace(self, kept=kept, rate=None if forgotten else self.rate, unmeasured=self.unmeasured + 1)
+        return self._replace(kept=kept, rate=None if forgotten else self.rate, unmeasured=self.unmeasured + 1)
 
     def with_measured(self, exchange: str, ratio: float, gain: float) -> GainCurve:
         """After an exchange at this ratio sent this share of the energy."""
@@ -92,12 +91,12 @@ class GainCurve:
         # From what was expected on, slowly: after a change of ratio the error takes its time to follow.
         expected = self._rate_now() if self.kept or self.rate is not None else rate
         weight = _NEWEST_FAR_LESS if rate < _FAR_LESS * expected else _NEWEST_MEASURED
-        return replace(self, rate=rounded(expected * math.pow(rate / expected, weight)), unmeasured=0)
+        return self._replace(rate=rounded(expected * math.pow(rate / expected, weight)), unmeasured=0)
 
     def with_explored(self, exchange: str, gains: Mapping[float, float]) -> GainCurve:
         """After each of these ratios was tried out and was found to send so much."""
         found = {ratio: rounded(_rate_of(exchange, ratio, gains[ratio])) for ratio in sorted(gains)}
-        return replace(self, explored=found, explored_at=rounded(self._rate_now()))
+        return self._replace(explored=found, explored_at=rounded(self._rate_now()))
 
     def since_explored(self) -> float:
         """How many times larger A is, by what is sent, than when ratios were last tried out; infinite if never."""

@@ -12,8 +12,7 @@ hope was in vain, and then it is done half as readily.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from thinwire.control.agreement import rounded
 
@@ -24,8 +23,7 @@ SURE, IN_VAIN = 3.0, -1.5  # log odds that leave no doubt, 20 to 1; and for givi
 MOST = 1.0  # that one step can add, whatever happened in it
 
 
-@dataclass(frozen=True)
-class Hope:
+class Hope(NamedTuple):
     """See the module. All times in seconds.
 
     Attributes:
@@ -50,7 +48,7 @@ class Hope:
 
     def after_a_look(self) -> Hope:
         """The rate was seen, and is what it was."""
-        return replace(self, steps=0, evidence=0.0) if self.factor == 1 else self._in_vain()
+        return self._replace(steps=0, evidence=0.0) if self.factor == 1 else self._in_vain()
 
     def after_an_exchange(self, late: float, moving: float, noise: float) -> Hope:
         """An exchange ended so much later than expected, and moving its bytes was expected to take so long.
@@ -67,7 +65,7 @@ class Hope:
         needed = SURE if self.patience == PATIENCE else SURE + MOST
         if evidence >= needed or steps >= (MOST_PATIENCE if shows else self.patience):
             return Hope(FACTOR, patience=self.patience, moved=rounded(moving / FACTOR))
-        return replace(self, evidence=evidence, steps=steps)
+        return self._replace(evidence=evidence, steps=steps)
 
     def _with_a_trial(self, late: float, moving: float, noise: float) -> Hope:
         """If what is hoped for is true, it has come about lately, and exchanges of all plans take what is expected.
@@ -80,7 +78,7 @@ class Hope:
         evidence = rounded(self.evidence - min(lately, long_ago))
         if evidence <= IN_VAIN or (evidence < SURE and self.steps + 1 >= PATIENCE):
             return self._in_vain()
-        return replace(self, evidence=min(evidence, SURE), steps=self.steps + 1)
+        return self._replace(evidence=min(evidence, SURE), steps=self.steps + 1)
 
     def _in_vain(self) -> Hope:
         return Hope(patience=min(2 * self.patience, MOST_PATIENCE))

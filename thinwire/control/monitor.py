@@ -147,6 +147,8 @@ class Monitor:
             maxlen=IN_A_ROW_FOR_SURE
         )  # how far above expectation, at each step that knows
         self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
+        self._alpha: float | None = None  # what all these say together
+        self._beta: float | None = None
         self._far_looks = Counter[int]()  # at each peer, in a row that found it much farther away than the others
         self._doubts = 0  # how many rates in a row were far from what was believed
         self._doubted_at = 0  # the step of the last of them
@@ -164,14 +166,14 @@ class Monitor:
         `agreed_alpha` is what all ranks together hold the latency to be: some may have seen it rise before this one.
         """
         now = self._clock()
-        before = self.alpha_now(), self.beta_now()
+        before = self._alpha, self._beta
         self._step += 1
         self._sent_bytes = max(self._sent_bytes, sent_bytes)
         self._probe_bytes += max(0, reading.probe_bytes)
         self._note_round_trips(reading, now, agreed_alpha)
-        self._note_who_is_far()
         self._note_rate(reading.stretches, now)
-        alpha, beta = self.alpha_now(), self.beta_now()
+        self._beta = beta = self._median_beta()
+        self._alpha = alpha = self._common_alpha()
         has_moved, changes = any(map(_are_apart, before, (alpha, beta))), list[Change]()
         self._restless = max(0, self._restless - 1)
         if has_moved or self._risen:
@@ -191,20 +193,25 @@ class Monitor:
         A collective waits for the farthest. But of many peers one always seems farther than it is, so it counts only if
         that is so beyond doubt.
         """
+        return self._alpha
+
+    def beta_now(self) -> float | None:
+        """Seconds per byte."""
+        return self._beta
+
+    def _common_alpha(self) -> float | None:
         found = self._latencies()
         if not found:
             return None
+        self._note_who_is_far(found)
         far = [found[peer] for peer, looks in self._far_looks.items() if looks >= IN_A_ROW and peer in found]
         return max(far, default=statistics.median(found.values()))
 
     def _latencies(self) -> dict[int, float]:
-        own_time = WIRE_BYTES * (self.beta_now() or 0.0)
+        own_time = WIRE_BYTES * (self._beta or 0.0)
         return {peer: _latency(trips, own_time) for peer, trips in self._trips.items() if trips}
 
-    def _note_who_is_far(self) -> None:
-        found = self._latencies()
-        if not found:
-            return
+    def _note_who_is_far(self, found: dict[int, float]) -> None:
         limit = FAR_AWAY * statistics.median_low(found.values()) + FAR_AWAY_SECONDS
         for peer, latency in found.items():
             if latency <= limit:
@@ -212,8 +219,7 @@ class Monitor:
             elif self._trips[peer][-1].step == self._step:  # or it may be the others that have come nearer since
                 self._far_looks[peer] += 1
 
-    def beta_now(self) -> float | None:
-        """Seconds per byte."""
+    def _median_beta(self) -> float | None:
         if not self._rates:
             return None
         return 1 / weighted_quantile([(sample.value, sample.weight) for sample in self._rates], 0.5)
@@ -391,7 +397,7 @@ class Monitor:
             return
         while self._rates and self._rates[0].step < self._step - STEPS_OLD:
             self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
-        believed_rate = 1 / (self.beta_now() or 1 / sample.value)
+        believed_rate = 1 / (self._median_beta() or 1 / sample.value)
         is_far = not believed_rate / FAR <= sample.value <= believed_rate * FAR
         self._doubts, self._doubted_at = self._doubts + 1 if is_far else 0, self._step
         self._rates.append(sample)
@@ -402,7 +408,7 @@ class Monitor:
         is_known = any(not each.brief and sample.time - each.time < LONG_AGO_SECONDS for each in self._rates)
         if not sample.brief or not is_known:
             return False
-        known = 1 / (self.beta_now() or math.inf)
+        known = 1 / (self._beta or math.inf)
         return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known
 
     def _forget_before_a_jump(self) -> None:

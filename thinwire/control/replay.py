@@ -31,7 +31,7 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
             view, standing = View.from_json(record["view"]), Standing.from_json(record["standing"])
         elif record["kind"] == "explored" and standing is not None:
             gains = {float(ratio): float(gain) for ratio, gain in record["gains"]}
-            view = replace(view, gains=view.gains.with_explored(record["exchange"], gains))
+            view = view._replace(gains=view.gains.with_explored(record["exchange"], gains))
             standing = replace(standing, gain=None)
         elif record["kind"] == "heard" and prices is not None:
             seen = Seen.from_json(record)

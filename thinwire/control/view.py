@@ -22,7 +22,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,8 +94,7 @@ class Seen(NamedTuple):
         return cls(state["step"], state["turn"], Plan(**state["plan"]), before, told)
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(NamedTuple):
     """A mean that forgets, and that no single sample can throw off."""
 
     value: float
@@ -127,8 +127,8 @@ def _compress_seconds(way: Way, ratio: float, numel: int, world_size: int) -> fl
 
 
 def _coarse(value: float) -> float:
-    """Within half a per cent, so that numbers which hardly move need not be priced anew at every step."""
-    return rounded(math.exp(round(math.log(value) * 100) / 100))
+    """Within one per cent, so that numbers which hardly move need not be priced anew at every step."""
+    return rounded(math.exp(round(math.log(value) * 50) / 50))
 
 
 class Beyond(NamedTuple):
@@ -147,8 +147,7 @@ def _are_near(a: Network, b: Network, factor: float) -> bool:
     return all(1 / factor <= ratio <= factor for ratio in (a.alpha / b.alpha, a.beta / b.beta))
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
+class View(NamedTuple):
     """See the module. All times in seconds; None where nothing is known yet.
 
     Attributes:
@@ -175,12 +174,12 @@ class View:
     rest: Running | None = None
     overlap: Running | None = None
     last_share: float = 1.0
-    extra: Mapping[str, Running] = field(default_factory=dict)
+    extra: Mapping[str, Running] = MappingProxyType({})
     learned_on: Network | None = None
     held_back: tuple[Beyond, ...] = ()
-    compress: Mapping[str, Running] = field(default_factory=dict)
+    compress: Mapping[str, Running] = MappingProxyType({})
     hope: Hope = Hope()
-    gains: GainCurve = field(default_factory=GainCurve)
+    gains: GainCurve = GainCurve()
     strain: float = 1.0
 
     @property
@@ -208,14 +207,14 @@ class View:
             return self
         alpha = moved(self.alpha, told.alpha_off, told.alpha_known, START.alpha, ALPHAS)
         beta = moved(self.beta, told.beta_off, told.beta_known, START.beta, BETAS)
-        view = replace(self, alpha=alpha, beta=beta)
+        view = self._replace(alpha=alpha, beta=beta)
         if told.energy > 0:
             view = view._with_gain(seen)
         if seen.before is not None and told.timed == prices.world_size:
             if told.step_seconds >= told.exchange_seconds > 0 and told.overlap_seconds >= 0:
                 view = view._with_times(seen.before, told, prices)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
-        return replace(view, settling=self.settling + 1 if moving else 0)
+        return view._replace(settling=self.settling + 1 if moving else 0)
 
     def _with_gain(self, seen: Seen) -> View:
         told, gains = seen.told, self.gains
@@ -228,7 +227,7 @@ class View:
         if told.gradient > 0 and seen.plan.exchange != "dense":
             strain = min(max(told.energy_sent / told.gradient, STRAINS[0]), STRAINS[1])
         strain = rounded(self.strain * math.pow(strain / self.strain, NEWEST_STRAIN))
-        return replace(self, gains=gains, strain=strain)
+        return self._replace(gains=gains, strain=strain)
 
     def _with_times(self, plan: Plan, told: Told, prices: Prices) -> View:
         N, rate_is_new = prices.world_size, told.beta_known > 0
@@ -237,8 +236,7 @@ class View:
         modelled = _compress_seconds(way, plan.ratio, prices.numel, prices.world_size)
         if modelled > 0 and compress > 0:
             factors[way.exchange] = _after(factors.get(way.exchange), compress / modelled)  # type: ignore[assignment]
-        view = replace(
-            self,
+        view = self._replace(
             took=rounded(step),
             rest=_after(self.rest, step - exchange),
             overlap=_after(self.overlap, told.overlap_seconds / N),
@@ -251,11 +249,11 @@ class View:
         """Without what was learned of other ways on another one."""
         learned_on = self.learned_on or self.network
         if learned_on is None or self.network is None or _are_near(learned_on, self.network, ANOTHER):
-            return self if learned_on is self.learned_on else replace(self, learned_on=learned_on)
+            return self if learned_on is self.learned_on else self._replace(learned_on=learned_on)
         extras = {name: running for name, running in self.extra.items() if name == str(way)}
         if rate_is_new:  # and not guessed from what is to be learned anew
             extras = {name: Running(running.value) for name, running in extras.items()}
-        return replace(self, learned_on=self.network, hope=Hope(), extra=extras)
+        return self._replace(learned_on=self.network, hope=Hope(), extra=extras)
 
     def _with_beyond(self, plan: Plan, exchange: float, compress: float, rate_is_new: bool, prices: Prices) -> View:
         way, network = way_of(plan), self.assumed
@@ -282,7 +280,7 @@ class View:
             if oldest.is_of(network):
                 known = extras.get(oldest.way)
                 extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
-        return replace(self, hope=hope, extra=extras, held_back=held_back)
+        return self._replace(hope=hope, extra=extras, held_back=held_back)
 
     # --- what follows from it
 
@@ -361,7 +359,7 @@ class View:
             "learned_on": None if self.learned_on is None else [self.learned_on.alpha, self.learned_on.beta],
             "held_back": [list(beyond) for beyond in self.held_back],
             "compress": {key: plain(value) for key, value in self.compress.items()},
-            "hope": asdict(self.hope),
+            "hope": self.hope._asdict(),
             "gains": self.gains.to_json(),
             "strain": self.strain,
         }

@@ -311,7 +311,7 @@ class Pilot:
 
         What that took is no step's time.
         """
-        self.view = replace(self.view, gains=self.view.gains.with_explored(exchange, gains))
+        self.view = self.view._replace(gains=self.view.gains.with_explored(exchange, gains))
         self.standing = replace(self.standing, gain=None)
         self.pause()
         if self.records is not None:
