@@ -214,6 +214,36 @@ def test_a_run_that_was_resumed_while_recorded_is_decided_again_alike(tmp_path: 
     assert decided(replay(written)) == [{key: record[key] for key in record if key not in BESIDES} for record in made]
 
 
+def test_of_records_that_a_resumed_run_has_been_added_to_every_run_is_decided_again_alike(tmp_path: Path) -> None:
+    path, controllers = tmp_path / "run.jsonl", (Adaptive(), Adaptive(objective="seconds"))
+
+    def program(link: ThreadLink) -> None:
+        net, path_of_second = a_net(20_000), tmp_path / "run.jsonl.new"
+        first = Synchronizer(net, controllers[0], link=link, records=path)
+        for number in range(12):
+            step(first, net, number, seconds=0.02)
+        if first.records is not None:
+            first.records.close()
+        second = Synchronizer(net, controllers[1], link=link, records=path_of_second)
+        if second.records is not None:
+            second.records.go_on_in(path)
+        second.load_state_dict(first.state_dict())
+        for number in range(12, 36):
+            changing(link, number)
+            step(second, net, number, seconds=0.02)
+        second.close()
+
+    ThreadWorld(2, Network(alpha=1e-3, beta=1e-8)).run(program)
+    written = list(records.read(path))
+    kinds = [record["kind"] for record in written]
+    assert kinds.count("run") == 2 and kinds.index("resumed") > kinds.index("run", 1)
+    made = [record for record in written if record["kind"] == "decision"]
+    assert sum(record["step"] == 0 for record in made) == 2, "each run decides before its first step"
+    assert decided(replay(written)) == [{key: record[key] for key in record if key not in BESIDES} for record in made]
+    asked = replay(written, controllers[0])
+    assert asked[0].step == 0 and decided(asked) != decided(replay(written)), "one that is given is asked in both"
+
+
 def test_energies_beyond_the_range_of_float32_are_recorded_and_decided_again(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 

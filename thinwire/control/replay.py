@@ -12,7 +12,7 @@ from thinwire.control.view import Seen, View
 
 
 def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = None) -> list[Decision]:
-    """The decisions that a run's records lead to.
+    """The decisions that a run's records lead to. If it was resumed, they are those of several runs, one after another.
 
     Args:
         records: as `thinwire.records.read` gives them.
@@ -22,11 +22,12 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
     decisions: list[Decision] = []
     prices: Prices | None = None
     standing: Standing | None = None
-    view, was_fixed = View(), False
+    view, was_fixed, given = View(), False, controller
     for record in records:
         if record["kind"] == "run":
-            prices = Prices.from_json(record["prices"])
-            was_fixed, controller = record["controller"] is None, controller or _recorded(record["controller"])
+            # It surveys the network and decides before it goes on from what was saved, knowing nothing of a run before.
+            view, standing, prices = View(), None, Prices.from_json(record["prices"])
+            was_fixed, controller = record["controller"] is None, given or _recorded(record["controller"])
         elif record["kind"] == "resumed":
             view, standing = View.from_json(record["view"]), Standing.from_json(record["standing"])
         elif record["kind"] == "explored" and standing is not None:
