@@ -373,6 +373,13 @@ def test_a_blip_is_not_a_change() -> None:
     assert value(network.monitor.beta()) == pytest.approx(BETA, rel=0.1)
 
 
+def test_a_rate_that_is_now_above_and_now_below_is_not_a_change() -> None:
+    monitor = Monitor(4)
+    for seconds in [0.05] * 10 + [0.05 * 1.15, 0.05 / 1.15] * 10:
+        monitor.note(Reading(stretches=(Stretch(1_000_000, seconds),)), 0)
+    assert not monitor.changes
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_noisy_machine_is_not_a_changing_network(seed: int) -> None:
     network = Network(8, often_late, seed)

@@ -112,6 +112,8 @@ class _Watch:
             self.away = []
             self.settled += (now.value - self.settled) / 10
             return None
+        if self.away and (now.value > self.settled) != (self.away[0].value > self.settled):
+            self.away = []  # to one side and to the other is noise
         self.away = [*self.away, now]
         if len(self.away) < IN_A_ROW_FOR_SURE:
             return None
