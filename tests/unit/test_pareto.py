@@ -87,11 +87,13 @@ def test_bounds_that_are_none_are_refused(low: float, high: float) -> None:
 
 
 def test_an_unknown_solver_is_refused_with_those_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown solver 'annealing'\. Known are: sweep, nsga2"):
-        pareto.knee(lambda c: c, lambda c: c, LOW, HIGH, solver="annealing")
+    for refuse in (pareto.check_solver, lambda name: pareto.knee(lambda c: c, lambda c: c, LOW, HIGH, solver=name)):
+        with pytest.raises(ValueError, match=r"unknown solver 'annealing'\. Known are: sweep, nsga2"):
+            refuse("annealing")
 
 
-def test_without_pymoo_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_pymoo(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -100,5 +102,16 @@ def test_without_pymoo_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.mark.usefixtures("without_pymoo")
+def test_without_pymoo_the_extra_is_named() -> None:
     with pytest.raises(ImportError, match=r"thinwire\[moo\]"):
         pareto.knee(lambda c: c, lambda c: c, LOW, HIGH, solver="nsga2")
+
+
+@pytest.mark.usefixtures("without_pymoo")
+def test_without_pymoo_its_solver_is_refused_before_anything_has_to_be_decided() -> None:
+    pareto.check_solver("sweep")
+    with pytest.raises(ImportError, match=r"thinwire\[moo\]"):
+        pareto.check_solver("nsga2")

@@ -36,6 +36,19 @@ class Front(NamedTuple):
     gains: Array
 
 
+def check_solver(name: str) -> None:
+    """Refuse a solver that is unknown or not installed, before ranks wait for the one that lacks it."""
+    if name not in SOLVERS:
+        raise ValueError(f"unknown solver {name!r}. Known are: {', '.join(SOLVERS)}.")
+    if name == "nsga2":
+        try:
+            import pymoo  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "solver='nsga2' needs pymoo: pip install 'thinwire[moo]'. solver='sweep' finds the same."
+            ) from error
+
+
 def front(seconds: Curve, gain: Curve, low: float, high: float, solver: str = "sweep") -> Front:
     """The Pareto front of time and 1/gain for ratios from `low` to `high`.
 
@@ -46,8 +59,7 @@ def front(seconds: Curve, gain: Curve, low: float, high: float, solver: str = "s
     """
     if not 0 < low <= high <= 1:
         raise ValueError(f"ratios must satisfy 0 < low <= high <= 1, got {low=}, {high=}.")
-    if solver not in SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}. Known are: {', '.join(SOLVERS)}.")
+    check_solver(solver)
     found = np.geomspace(low, high, _SWEPT) if solver == "sweep" else _nsga2(seconds, gain, low, high)
     # NSGA-II comes near to the ends, not onto them; both solvers should scale by the same two.
     ratios = np.unique(np.clip(np.append(found, (low, high)), low, high))
@@ -104,17 +116,12 @@ def _undominated(seconds: Array, gains: Array) -> Array:
 
 def _nsga2(seconds: Curve, gain: Curve, low: float, high: float) -> Array:
     """The ratios of NSGA-II's last front, with the settings of the paper's code: Deb et al. 2002, in pymoo."""
-    try:
-        from pymoo.algorithms.moo.nsga2 import NSGA2
-        from pymoo.core.problem import ElementwiseProblem
-        from pymoo.operators.crossover.sbx import SBX
-        from pymoo.operators.mutation.pm import PM
-        from pymoo.operators.sampling.rnd import FloatRandomSampling
-        from pymoo.optimize import minimize
-    except ImportError as error:
-        raise ImportError(
-            "solver='nsga2' needs pymoo: pip install 'thinwire[moo]'. solver='sweep' finds the same."
-        ) from error
+    from pymoo.algorithms.moo.nsga2 import NSGA2
+    from pymoo.core.problem import ElementwiseProblem
+    from pymoo.operators.crossover.sbx import SBX
+    from pymoo.operators.mutation.pm import PM
+    from pymoo.operators.sampling.rnd import FloatRandomSampling
+    from pymoo.optimize import minimize
 
     class Problem(ElementwiseProblem):  # type: ignore[misc]  # pymoo has no types
         def __init__(self) -> None:
