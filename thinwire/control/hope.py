@@ -30,8 +30,9 @@ class Hope(NamedTuple):
         factor: times the rate that was last seen is what to decide for: 1 or FACTOR.
         steps: since it was seen, or since there was hope.
         patience: for how many steps to hope for nothing without a reason.
-        evidence: log odds that the rate is `factor` times what it was, and not what it was (Wald 1945); while nothing
-            is hoped for, that it is twice what it was, as far as that speaks for it (Page 1954).
+        evidence: log odds that the rate has lately become `factor` times what it was, and is not what it was (Wald
+            1945); while nothing is hoped for, that it is twice what it was, as far as that speaks for it (Page 1954).
+        long_ago: the same log odds, should it have risen long ago.
         moved: what moving its bytes takes the plan that ran before there was hope, if that is true.
     """
 
@@ -39,16 +40,23 @@ class Hope(NamedTuple):
     steps: int = 0
     patience: int = PATIENCE
     evidence: float = 0.0
+    long_ago: float = 0.0
     moved: float = 0.0
 
     @property
     def is_open(self) -> bool:
         """Whether it is still to be seen what comes of it."""
-        return self.factor > 1 and self.evidence < SURE
+        return self.factor > 1 and max(self.evidence, self.long_ago) < SURE
 
     def after_a_look(self) -> Hope:
         """The rate was seen, and is what it was."""
         return self._replace(steps=0, evidence=0.0) if self.factor == 1 else self._in_vain()
+
+    def after_silence(self) -> Hope:
+        """An exchange tells nothing, so that a hope can only be given up after a while."""
+        if not self.is_open:
+            return self
+        return self._in_vain() if self.steps + 1 >= PATIENCE else self._replace(steps=self.steps + 1)
 
     def after_an_exchange(self, late: float, moving: float, noise: float) -> Hope:
         """An exchange ended so much later than expected, and moving its bytes was expected to take so long.
@@ -70,15 +78,16 @@ class Hope(NamedTuple):
     def _with_a_trial(self, late: float, moving: float, noise: float) -> Hope:
         """If what is hoped for is true, it has come about lately, and exchanges of all plans take what is expected.
 
-        Or long ago, and then what is usual has come to be less, and only those of another plan than before tell.
+        Or long ago, and then what is usual has come to be less, and only those of another plan than before tell. Each
+        has a sum of its own: the better of both, taken at every step, would find good news in any noise.
         """
         more = FACTOR - 1  # times as long, if the rate is what it was
-        lately = _odds(more * moving, late, noise)
-        long_ago = _odds(more * (moving - self.moved), late - more * self.moved, noise)
-        evidence = rounded(self.evidence - min(lately, long_ago))
-        if evidence <= IN_VAIN or (evidence < SURE and self.steps + 1 >= PATIENCE):
+        lately = rounded(self.evidence - _odds(more * moving, late, noise))
+        long_ago = rounded(self.long_ago - _odds(more * (moving - self.moved), late - more * self.moved, noise))
+        best = max(lately, long_ago)
+        if best <= IN_VAIN or (best < SURE and self.steps + 1 >= PATIENCE):
             return self._in_vain()
-        return self._replace(evidence=min(evidence, SURE), steps=self.steps + 1)
+        return self._replace(evidence=lately, long_ago=long_ago, steps=self.steps + 1)
 
     def _in_vain(self) -> Hope:
         return Hope(patience=min(2 * self.patience, MOST_PATIENCE))
@@ -90,6 +99,7 @@ class Hope(NamedTuple):
             steps=int(state["steps"]),
             patience=int(state["patience"]),
             evidence=float(state["evidence"]),
+            long_ago=float(state["long_ago"]),
             moved=float(state["moved"]),
         )
 

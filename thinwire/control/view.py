@@ -266,7 +266,9 @@ class View(NamedTuple):
         hope = self.hope
         if rate_is_new:
             hope = hope.after_a_look()
-        elif way.collective != "torch":  # which shows nothing
+        elif way.collective == "torch":  # which shows nothing
+            hope = hope.after_silence()
+        else:
             moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
             usual = self._usual_extra(way, WELL_KNOWN)
             late = 0.0 if usual is None else beyond - usual.value

@@ -1,0 +1,54 @@
+"""Hope: what noise may do to it, and how it ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from thinwire.control.hope import FACTOR, PATIENCE, Hope
+
+TRIALS = 1000
+
+
+def ends_sure(draw: random.Random, moving: float, moved: float, noise: float, true: bool, long_ago: bool) -> bool:
+    """Whether a hope ends in certainty, over exchanges that are late by noise, and by what is not as hoped for.
+
+    `moving` and `moved` are what the bytes of the plan now and of the one before take, if the hope is true.
+    """
+    hope = Hope(FACTOR, moved=moved)
+    while hope.is_open:
+        later = 0.0 if true else (FACTOR - 1) * moving
+        usual = (FACTOR - 1) * moved if true and long_ago else 0.0
+        hope = hope.after_an_exchange(later + usual + draw.gauss(0, noise), moving, noise)
+    return hope.factor > 1
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 1.0, 3.0])  # what bytes take longer in vain, over the noise
+@pytest.mark.parametrize("times", [1, 4])  # as many bytes as before
+def test_noise_alone_makes_few_hopes_come_true(share: float, times: int) -> None:
+    moving = share / (FACTOR - 1)
+    draw = random.Random(1)
+    sure = sum(ends_sure(draw, moving, moving / times, 1.0, true=False, long_ago=False) for _ in range(TRIALS))
+    assert sure <= 0.07 * TRIALS  # two sums may each be sure by mistake, with odds of 1 to 20 at most
+
+
+@pytest.mark.parametrize("long_ago", [False, True])
+def test_a_hope_that_is_true_is_mostly_confirmed_where_it_shows(long_ago: bool) -> None:
+    moving = 3.0 / (FACTOR - 1)
+    draw = random.Random(2)
+    sure = sum(ends_sure(draw, moving, moving / 4, 1.0, true=True, long_ago=long_ago) for _ in range(TRIALS))
+    assert sure >= 0.75 * TRIALS  # in vain by mistake: odds of 1 to 4
+
+
+def test_over_exchanges_that_tell_nothing_it_is_given_up_after_a_while() -> None:
+    hope = Hope(FACTOR)
+    for _ in range(PATIENCE - 1):
+        hope = hope.after_silence()
+        assert hope.is_open
+    assert hope.after_silence().factor == 1
+
+
+def test_what_was_confirmed_or_not_hoped_for_is_as_it_was_after_silence() -> None:
+    for hope in (Hope(), Hope(FACTOR, evidence=10.0), Hope(FACTOR, long_ago=10.0)):
+        assert hope.after_silence() == hope
