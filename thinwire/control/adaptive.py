@@ -196,8 +196,7 @@ class Adaptive:
             raise ValueError(f"unknown objective {self.objective!r}. Known are: {', '.join(OBJECTIVES)}.")
         if self.explore not in EXPLORING:
             raise ValueError(f"unknown explore {self.explore!r}. Known are: {', '.join(EXPLORING)}.")
-        if self.solver not in pareto.SOLVERS:
-            raise ValueError(f"unknown solver {self.solver!r}. Known are: {', '.join(pareto.SOLVERS)}.")
+        pareto.check_solver(self.solver)
         if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= DELAYS.keys():
             raise ValueError(f"exchanges must be some of {', '.join(DELAYS)}, got {self.exchanges!r}.")
         if self.least_gain is not None and not 0 <= self.least_gain <= 1:
@@ -274,9 +273,10 @@ class Adaptive:
             return None
         if standing.alpha is None or standing.beta is None or standing.seconds is None:
             return "the network was measured"
-        if standing.since < self.warmup:  # and once more when it is over, whenever that is heard of
-            return "warm-up" if step >= min(standing.since + max(1, self.warmup // 10), self.warmup) else None
-        if not self._allows(standing.plan):
+        warming_up = standing.since < self.warmup
+        if warming_up and step >= min(standing.since + max(1, self.warmup // 10), self.warmup):
+            return "warm-up"  # and once more when it is over, whenever that is heard of
+        if not warming_up and not self._allows(standing.plan):
             return "the plan in force is out of bounds"
         if step - standing.since < self.patience or 0 < view.settling < self.patience:
             return None
@@ -286,7 +286,11 @@ class Adaptive:
         if _changed(standing.alpha, view.assumed.alpha, change):
             return course_of_latency(standing.alpha, view.assumed.alpha)
         if _changed(standing.beta, view.assumed.beta, change):
-            return course_of_rate(None if standing.hope > 1 else standing.beta, view.assumed.beta, view.hope.factor)
+            seen = standing.beta * standing.hope  # when it was decided
+            last_seen = standing.hope > 1 and not _changed(seen, view.assumed.beta, change)
+            return course_of_rate(None if last_seen else seen, view.assumed.beta, view.hope.factor)
+        if warming_up:
+            return None
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         least = self._least_gain(standing.plan.exchange, view)
         if gain < least:
@@ -449,4 +453,4 @@ def _by_cost(candidate: Candidate) -> tuple[float, str]:
 
 
 def _changed(then: float, now: float, share: float) -> bool:
-    return abs(now - then) > share * abs(then)
+    return now != then and abs(now - then) >= share * abs(then)

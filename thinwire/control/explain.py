@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from thinwire.control.adaptive import Candidate, Decision, Standing
 from thinwire.control.view import View
-from thinwire.control.wording import rate_of
+from thinwire.control.wording import rate_of, short
 from thinwire.types import Plan, StepRecord
 
 SHOWN = 8  # candidates
+WIDTH = 58  # of the longest plan
 
 
 def explain(
-    decision: Decision | None, standing: Standing, view: View, last: StepRecord | None, fixed: bool = False
+    decision: Decision | None,
+    standing: Standing,
+    view: View,
+    last: StepRecord | None,
+    fixed: bool = False,
+    confidence: tuple[float, float] | None = None,
 ) -> str:
-    """The last decision as a short table, and how it has turned out since."""
+    """The last decision as a short table, and how it has turned out since.
+
+    Args:
+        fixed: there is nobody who decides.
+        confidence: from 0 to 1, how far this rank trusts its own measurements of latency and rate by now.
+    """
     plan = standing.plan
     if decision is None:
         return f"{plan}, {_without_decision(standing, fixed)}.\n{_network(view.alpha, view.beta)}."
@@ -21,19 +32,22 @@ def explain(
     shown = [c for i, c in enumerate(decision.candidates) if i < SHOWN or c.plan == decision.plan]
     lines = [
         f"From step {decision.step} on: {what}, because {decision.trigger}.",
-        _network(decision.alpha, decision.beta, decision.hope)
-        + f", {_ms(decision.rest)} of a step outside the exchange.",
+        _network(decision.alpha, decision.beta, decision.hope) + ".",
+        _of_a_step(decision, standing.guessed),
+        "Gain of the largest entries: " + ", ".join(f"{gain:.3g} at {c}" for c, gain in decision.gains.items()) + ".",
         "",
-        f"  {'plan':<54} {'step':>9} {'gain':>6} {'steps':>6} {'cost':>9}",
+        f"  {'plan':<{WIDTH}} {'step':>9} {'gain':>6} {'steps':>6} {'cost':>9}",
         *(_row(candidate, decision.plan) for candidate in shown),
     ]
     if len(decision.candidates) > len(shown):
         lines.append(f"  and {len(decision.candidates) - len(shown)} more")
     lines += ["", "step: predicted; steps: times those of dense training; cost: their product."]
     if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
-        lines.append(
-            f"Measured since: {_ms(last.step_seconds)} in step {last.step}, predicted {_ms(decision.seconds)}."
-        )
+        predicted = "" if standing.guessed else f", predicted {short(decision.seconds)}"
+        lines.append(f"Measured since: {short(last.step_seconds)} in step {last.step}{predicted}.")
+    if confidence is not None:
+        alpha, beta = confidence
+        lines.append(f"This rank trusts its own latency by {alpha:.0%}, and its own rate by {beta:.0%}.")
     return "\n".join(lines)
 
 
@@ -47,16 +61,20 @@ def _without_decision(standing: Standing, fixed: bool) -> str:
 
 def _row(candidate: Candidate, chosen: Plan) -> str:
     mark = "*" if candidate.plan == chosen else " "
-    seconds, cost = _ms(candidate.seconds), _ms(candidate.cost)
-    return f"{mark} {candidate.plan!s:<54} {seconds:>9} {candidate.gain:>6.3f} {candidate.steps:>6.2f} {cost:>9}"
+    seconds, cost = short(candidate.seconds), short(candidate.cost)
+    return f"{mark} {candidate.plan!s:<{WIDTH}} {seconds:>9} {candidate.gain:>6.3f} {candidate.steps:>6.2f} {cost:>9}"
 
 
 def _network(alpha: float | None, beta: float | None, hope: int = 1) -> str:
     if alpha is None or beta is None:
         return "The network has not been measured"
     hoped = f", in the hope of {rate_of(beta / hope)}" if hope > 1 else ""
-    return f"The network: {_ms(alpha)} one way, {rate_of(beta)} per host{hoped}"
+    return f"The network: {short(alpha)} one way, {rate_of(beta)} per host{hoped}"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"
+def _of_a_step(decision: Decision, guessed: bool) -> str:
+    if guessed:
+        return f"No step had been measured: {short(decision.rest)} outside the exchange are a guess."
+    return (
+        f"Of a step, {short(decision.rest)} are outside the exchange and {short(decision.compress)} go to compressing."
+    )

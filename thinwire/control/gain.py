@@ -15,7 +15,7 @@ falling. A comes from G_0 where something has been sent lately, else from the hi
 A = -UNDER_ERROR log(1 - K(0.1)).
 
 Where the candidate ratios have been tried out (train/explore.py), A is no longer one number: it is what was found at
-each of them, a straight line in log c between two, and constant beyond.
+each of them, a straight line in log c between two, and constant beyond; times what A by what is sent has become since.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class GainCurve(NamedTuple):
     def _rates_at(self, ratios: tuple[float, ...]) -> Iterable[float]:
         if not self.explored:
             return itertools.repeat(self._rate_now(), len(ratios))
-        logs, rates = [math.log(known) for known in self.explored], list(self.explored.values())
+        since = self.since_explored()
+        logs, rates = [math.log(known) for known in self.explored], [since * rate for rate in self.explored.values()]
         found: list[float] = np.interp([math.log(ratio) for ratio in ratios], logs, rates).tolist()
         return found
 

@@ -93,6 +93,9 @@ class Course(NamedTuple):
         try:
             standing = Standing.from_json(state["standing"])
             complete(**asdict(standing.plan))  # or it is none that could run
+            kept = [float(share) for share in state["kept"]]
+            if len(kept) not in (0, len(CANDIDATES)):
+                raise ValueError(f"kept has {len(kept)} numbers, not {len(CANDIDATES)}")
             return cls(
                 view=View.from_json(state["view"]),
                 standing=standing,
@@ -102,7 +105,7 @@ class Course(NamedTuple):
                 asked=Seen.from_json(state["asked"]),
                 pending=None if state["pending"] is None else Told(*map(float, state["pending"])),
                 energy=float(state["energy"]),
-                kept=[float(share) for share in state["kept"]],
+                kept=kept,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this state does not say what all ranks had agreed on: {error!r}.") from error
@@ -285,16 +288,17 @@ class Pilot:
         if self.records is not None:
             self.records.write("asked", step=step)
         decision = self.controller.decide(self.view, self.standing, step, self.prices)
-        if decision is None:
-            return
-        self.decision = decision
-        self.standing = self.controller.standing_after(decision, self.view)
+        if decision is not None:
+            self._carry_out(decision, self.controller.standing_after(decision, self.view))
+        if self.link.rank == 0 and self.decision is not None and self.plan != self._said and not self.view.hope.is_open:
+            log.info("step %d: %s instead of %s, because %s", step, self.plan, self._said, self.decision.trigger)
+            self._said = self.plan
+
+    def _carry_out(self, decision: Decision, standing: Standing) -> None:
+        self.decision, self.standing = decision, standing
         if self.records is not None:
             confidence = {"alpha": self.monitor.alpha().confidence, "beta": self.monitor.beta().confidence}
             self.records.write("decision", **decision.to_json(), confidence=confidence)  # that of the rank that writes
-        if self.link.rank == 0 and decision.plan != self._said and not self.view.hope.is_open:
-            log.info("step %d: %s instead of %s, because %s", step, decision.plan, self._said, decision.trigger)
-            self._said = decision.plan
 
     def pause(self) -> None:
         """What happens until the next step is no step's time. On one rank is enough."""

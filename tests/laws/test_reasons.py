@@ -1,0 +1,122 @@
+"""What triggers a decision, and how it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.explain import explain
+from thinwire.control.gain import GainCurve
+from thinwire.control.hope import FACTOR, PATIENCE, Hope
+from thinwire.control.prices import Prices, Way, ways
+from thinwire.control.view import Running, Seen, View, way_of
+from thinwire.exchange import complete
+from thinwire.types import Network, Plan, StepRecord, Told
+
+PRICES = Prices(2_000_000, 4, 4, ways(4, has_group=True))
+KNOWN = View(alpha=1e-3, beta=8e-8, rest=Running(0.05, 10), gains=GainCurve(rate=0.5))
+
+
+def decided(view: View, standing: Standing, step: int = 100, controller: Adaptive | None = None) -> Decision:
+    decision = (controller or Adaptive()).decide(view, standing, step, PRICES)
+    assert decision is not None
+    return decision
+
+
+def standing_at(view: View, controller: Adaptive | None = None, step: int = 0) -> Standing:
+    controller = controller or Adaptive()
+    return controller.standing_after(decided(view, Standing(plan=complete("dense", 1.0)), step, controller), view)
+
+
+def test_a_rate_that_falls_while_more_is_hoped_for_is_said_to_have_fallen() -> None:
+    standing = standing_at(KNOWN._replace(hope=Hope(FACTOR)))
+    fallen = KNOWN._replace(beta=20 * 8e-8)
+    assert decided(fallen, standing).trigger == "rate went from 100 Mbit/s to 5 Mbit/s"
+    assert decided(KNOWN, standing).trigger == "the rate is taken as it was last seen, 100 Mbit/s"
+
+
+def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
+    controller = Adaptive(warmup=5000)
+    standing = standing_at(KNOWN, controller, step=100)
+    assert controller.decide(KNOWN, standing, 200, PRICES) is None
+    assert "rate went" in decided(KNOWN._replace(beta=8e-6), standing, 200, controller).trigger
+    assert "latency went" in decided(KNOWN._replace(alpha=0.1), standing, 200, controller).trigger
+    assert decided(KNOWN, standing, 100 + 500, controller).trigger == "warm-up"
+
+
+def test_a_change_of_exactly_what_makes_one_is_one() -> None:
+    view = KNOWN._replace(alpha=1.0)
+    controller = Adaptive(change=0.5)
+    standing = standing_at(view, controller)
+    assert (
+        decided(view._replace(alpha=1.5), standing, controller=controller).trigger == "latency went from 1 s to 1.5 s"
+    )
+    assert "latency" not in decided(view._replace(alpha=1.499), standing, controller=controller).trigger
+
+
+def test_gains_that_were_tried_out_follow_what_is_sent_since() -> None:
+    plan = Plan(exchange="topk-allgather", collective="direct", ratio=0.01)
+    curve = GainCurve().with_measured("topk-allgather", 0.01, 0.3).with_explored("topk-allgather", {0.01: 0.25})
+    before = curve.gain("topk-allgather", plan.ratio)
+    for _ in range(200):
+        curve = curve.with_measured("topk-allgather", 0.01, 0.05)
+    assert curve.gain("topk-allgather", plan.ratio) < before / 4
+
+
+def test_a_hope_by_which_torch_sends_everything_is_not_kept_for_ever() -> None:
+    dense, view = complete("dense", 1.0), KNOWN._replace(hope=Hope(FACTOR))
+    told = Told(timed=4, step_seconds=1.0, exchange_seconds=0.8)
+    for step in range(PATIENCE):
+        assert view.hope.is_open
+        view = view.after(Seen(step, 0, dense, dense, told), PRICES)
+    assert view.hope.factor == 1
+
+
+def explained(view: View, measured: float = 0.2) -> str:
+    decision = decided(view, Standing(plan=complete("dense", 1.0)), step=5)
+    last = StepRecord(
+        step=9,
+        plan=decision.plan,
+        seconds=0.1,
+        compress_seconds=0.0,
+        sent_bytes=1,
+        dense_bytes=1,
+        gain=0.5,
+        skipped=False,
+        step_seconds=measured,
+    )
+    return explain(decision, Adaptive().standing_after(decision, view), view, last, confidence=(0.9, 0.25))
+
+
+def test_seconds_are_said_as_seconds_and_columns_stand_below_each_other() -> None:
+    text = explained(KNOWN._replace(beta=8e-6), measured=2.5)
+    assert "e+" not in text and "2.5 s in step 9, predicted" in text
+    rows = [line for line in text.splitlines() if line[2:].startswith(("plan ", "dense", "topk", "star"))]
+    assert len(rows) > 5 and len({len(row) for row in rows}) == 1
+    longest = max(len(str(_plan_of(way))) for way in PRICES.ways)
+    assert longest <= rows[0].index("step") - 6
+
+
+def _plan_of(way: Way) -> Plan:
+    return Plan(exchange=way.exchange, collective=way.collective, broadcast=way.broadcast, ratio=0.0099)
+
+
+def test_what_was_seen_is_said_with_how_far_it_is_trusted() -> None:
+    text = explained(KNOWN)
+    assert "The network: 1 ms one way, 100 Mbit/s per host." in text
+    assert "Of a step, 50 ms are outside the exchange and " in text
+    assert "Gain of the largest entries: " in text and " at 0.001." in text
+    assert "trusts its own latency by 90%, and its own rate by 25%." in text
+
+
+def test_what_was_guessed_is_not_said_to_be_measured_or_predicted() -> None:
+    text = explained(View(alpha=1e-3, beta=8e-8))
+    assert "No step had been measured: 100 ms outside the exchange are a guess." in text
+    assert "predicted 2" not in text and "Measured since: 200 ms in step 9." in text
+
+
+@pytest.mark.parametrize("network", [Network(alpha=1e-3, beta=8e-8), Network(alpha=0.05, beta=1e-5)])
+def test_every_way_is_among_the_candidates(network: Network) -> None:
+    view = KNOWN._replace(alpha=network.alpha, beta=network.beta)
+    found = {way_of(c.plan) for c in decided(view, Standing(plan=complete("dense", 1.0))).candidates}
+    assert found == set(PRICES.ways)
