@@ -1,8 +1,8 @@
 """Does the controller choose right? Real hosts in the lab, a grid of networks and gradient sizes.
 
-In every cell the network changes to a new latency and rate while an adaptive run goes on. After how many steps do the
-ranks agree on what they will hold the new latency and rate to be, and how far is that off? Then every way that could be
-the best there is measured, in turns, and the one that was chosen is compared with the fastest:
+In every cell the network changes to a new latency, a new rate or both while an adaptive run goes on. After how many
+steps do the ranks agree on what they will hold what has changed to be, and how far is that off? Then every way that
+could be the best there is measured, in turns, and the one that was chosen is compared with the fastest:
     regret = measured seconds of the chosen way / measured seconds of the fastest way - 1.
 """
 
@@ -49,6 +49,7 @@ COMPUTE_SECONDS = 0.03  # what a training step does besides
 WORTH_MEASURING = 2.5  # times the least price: what is beyond cannot be the fastest
 CLOSE = 0.15
 LAST = 10  # steps of a cell, in which all has settled
+STAYING = 10  # steps after a number has come near the truth: in most of them it still is, or it has only passed by
 
 
 def main(hosts: Sequence[int], sizes: Sequence[int], ratio: float, as_json: bool) -> None:
@@ -68,16 +69,16 @@ def main(hosts: Sequence[int], sizes: Sequence[int], ratio: float, as_json: bool
         print(json.dumps({**summary, "ratio": ratio, "each": cells, **describe_machine()}))
     else:
         for name, value in summary.items():
-            print(f"{name:<24} {value:.4g}")
+            print(f"{name:<24} {'-' if value is None else f'{value:.4g}'}")
 
 
-def summarise(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The figures that matter, over all cells."""
+def summarise(cells: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """The figures that matter, over all cells; None where no cell has any."""
     regrets = sorted(cell["regret"] for cell in cells)
 
-    def middle(key: str) -> float:
+    def middle(key: str) -> float | None:
         known = [cell[key] for cell in cells if cell[key] is not None]
-        return round(statistics.median(known), 4) if known else float("nan")
+        return round(statistics.median(known), 4) if known else None
 
     return {
         "median_regret": round(statistics.median(regrets), 4),
@@ -90,7 +91,7 @@ def summarise(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
         "prediction_error": middle("prediction_error"),
         "alpha_steps": middle("alpha_steps"),
         "beta_steps": middle("beta_steps"),
-        "never_near": sum(max(cell["alpha_steps"], cell["beta_steps"]) > STEPS for cell in cells),
+        "never_near": sum(max(cell["alpha_steps"] or 0, cell["beta_steps"] or 0) > STEPS for cell in cells),
     }
 
 
@@ -126,18 +127,18 @@ class _Bench:
         self._model = nn.Linear(size // 100, 100, bias=False)
         self._gradient = torch.randn(size, generator=torch.Generator().manual_seed(link.rank)).view(100, -1)
         self._adaptive: Synchronizer | None = None
+        self._truth: Network | None = None  # in the cell before
         self._ways = ways(link.world_size, has_group=True)
         self._prices = Prices(size, 4, link.world_size, self._ways)
         self._fixed: dict[Way, Synchronizer] = {}
 
     def cell(self, latency: str, rate: str) -> dict[str, Any]:
         truth = self._set_network(latency, rate)
-        if self._adaptive is None:
-            controller = Adaptive(objective="seconds", ratios=(self._ratio, self._ratio))
-            self._adaptive = Synchronizer(self._model, controller, link=self._link, broadcast_parameters=False)
-        trace = [self._step(self._adaptive) for _ in range(STEPS)]
+        before, self._truth = self._truth or truth, truth  # the first is no change: the survey finds it
+        adaptive = self._going_on()
+        trace = [self._step(adaptive) for _ in range(STEPS)]
         network = _last_of(trace)
-        chosen, measured = way_of(self._adaptive.plan), self._measure(truth, way_of(self._adaptive.plan))
+        chosen, measured = way_of(adaptive.plan), self._measure(truth, way_of(adaptive.plan))
         best = min(measured, key=lambda way: measured[way])
         predicted = [step["predicted"] for step in trace[-LAST:] if step["predicted"] is not None]
         last = statistics.median(step["seconds"] for step in trace[-LAST:])
@@ -152,13 +153,21 @@ class _Bench:
             "alpha_error": None if network is None else round(abs(network.alpha / truth.alpha - 1), 4),
             "beta_error": None if network is None else round(abs(network.beta / truth.beta - 1), 4),
             "prediction_error": round(abs(statistics.median(predicted) / last - 1), 4) if predicted else None,
-            "alpha_steps": _steps_to(truth.alpha, [step["alpha"] for step in trace]),
-            "beta_steps": _steps_to(truth.beta, [step["beta"] for step in trace]),
+            "alpha_steps": _steps_to(truth.alpha, [s["alpha"] for s in trace], before.alpha),
+            "beta_steps": _steps_to(truth.beta, [s["beta"] for s in trace], before.beta),
             "measured_ms": {str(way): round(seconds * 1e3, 3) for way, seconds in measured.items()},
             "priced_ms": {
                 str(way): round(self._prices.seconds(way, self._ratio, truth) * 1e3, 3) for way in self._ways
             },
         }
+
+    def _going_on(self) -> Synchronizer:
+        """The adaptive run, which knows nothing of the time in which others were measured."""
+        if self._adaptive is None:
+            controller = Adaptive(objective="seconds", ratios=(self._ratio, self._ratio))
+            self._adaptive = Synchronizer(self._model, controller, link=self._link, broadcast_parameters=False)
+        self._adaptive.pause()
+        return self._adaptive
 
     def _set_network(self, latency: str, rate: str) -> Network:
         if self._link.rank == 0:
@@ -234,22 +243,42 @@ def _last_of(trace: Sequence[dict[str, Any]]) -> Network | None:
     return Network(alpha=alpha, beta=beta)
 
 
-def _steps_to(truth: float, trace: Sequence[float | None]) -> int:
-    """After how many steps a number was close to what it should be; one more than there were if it never was.
+def _steps_to(truth: float, trace: Sequence[float | None], before: float) -> int | None:
+    """After how many steps a number had come close to what it should be, to stay there; None if that is as before.
 
-    Where nobody can see a rate, as where messages are single packets, it may never be.
+    One more than there were if it never had. Where nobody can see a rate, as where messages are single packets, it may
+    never be close.
     """
-    near = (step for step, seen in enumerate(trace, start=1) if seen and abs(seen / truth - 1) <= CLOSE)
-    return next(near, len(trace) + 1)
+    if before == truth:
+        return None
+    near = [seen is not None and abs(seen / truth - 1) <= CLOSE for seen in trace]
+    arrivals = (step for step, is_near in enumerate(near, start=1) if is_near and _mostly(near[step : step + STAYING]))
+    return next(arrivals, len(trace) + 1)
+
+
+def _mostly(those: Sequence[bool]) -> bool:
+    return 2 * sum(those) > len(those)
 
 
 def _line(cell: dict[str, Any]) -> str:
     return (
         f"{cell['hosts']} hosts {cell['size']:>9,} {cell['latency']:>5} {cell['rate']:>8}: {cell['chosen']:<44} "
-        f"regret {cell['regret']:6.1%}  off: alpha {cell['alpha_error'] or 0:5.1%}, "
-        f"beta {cell['beta_error'] or 0:5.1%}, prediction {cell['prediction_error'] or 0:5.1%}  "
-        f"near the truth after {cell['alpha_steps']} and {cell['beta_steps']} steps"
+        f"regret {cell['regret']:6.1%}  off: alpha {_share(cell['alpha_error'])}, "
+        f"beta {_share(cell['beta_error'])}, prediction {_share(cell['prediction_error'])}  "
+        f"steps to the truth: alpha {_steps(cell['alpha_steps'])}, beta {_steps(cell['beta_steps'])}"
     )
+
+
+def _share(error: float | None) -> str:
+    return f"{'-':>5}" if error is None else f"{error:5.1%}"
+
+
+def _steps(number: int | None) -> str:
+    """
+    >>> _steps(7), _steps(STEPS + 1), _steps(None)
+    ('7', 'never', '-')
+    """
+    return "-" if number is None else str(number) if number <= STEPS else "never"
 
 
 def _change(latency: str, rate: str) -> Change:
