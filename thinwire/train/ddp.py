@@ -20,7 +20,6 @@ from thinwire.compress.base import multiply
 from thinwire.control.adaptive import Adaptive
 from thinwire.link.base import Link
 from thinwire.train.layout import plain_name
-from thinwire.train.rehearsal import rehearse
 from thinwire.train.sync import Synchronizer
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -59,7 +58,6 @@ def attach(
         raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
     if model._comm_hooks:
         raise RuntimeError("this model has a communication hook already, and DDP takes only one. Wrap the module anew.")
-    rehearse(compresses=exchange != "dense")
     comm = Synchronizer(
         model.module,
         exchange,

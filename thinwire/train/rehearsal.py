@@ -8,6 +8,7 @@ is priced too, as soon as the network is known.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 
@@ -18,10 +19,12 @@ from thinwire.compress.base import has_kernels, multiply
 from thinwire.compress.histogram import Histogram
 from thinwire.compress.quantize import Compressor, Draw
 from thinwire.control.prices import Prices, ways
+from thinwire.exchange import TOLD, build, complete
 from thinwire.link.base import Link
 from thinwire.link.thread import ThreadWorld
-from thinwire.train.sync import Synchronizer
-from thinwire.types import Network
+from thinwire.train.layout import Layout
+from thinwire.train.memory import ErrorMemory
+from thinwire.types import Network, Told
 
 ENTRIES = 1 << 13  # more than are looked at whole
 RATIOS = (0.01, 0.1)  # at which indices are coded in different ways
@@ -32,21 +35,16 @@ log = logging.getLogger("thinwire")
 
 
 @functools.cache
-def rehearse(compresses: bool = True) -> None:
-    """Price an exchange, and compress in every way that the controller may choose. Once per process.
-
-    Args:
-        compresses: whether what follows may; if not, pricing is all that there is to compile.
-    """
-    numbers = torch.ones(ENTRIES)
+def rehearse(exchanges: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Price exchanges, and run those that may follow on numbers of this type. Once per process."""
+    numbers = torch.ones(ENTRIES, dtype=dtype)
     if not has_kernels(numbers):
         return
     begin = time.monotonic()
     Prices(ENTRIES, 4, 2, ways(2, has_group=False)).table(Network(alpha=1e-3, beta=1e-9), RATIOS)
-    if compresses:
-        Histogram.of(numbers)
-        multiply(numbers, 0.5)
-        ThreadWorld(2).run(_exchange)
+    Histogram.of(numbers)
+    multiply(numbers, 0.5)
+    ThreadWorld(2).run(lambda link: _exchange(link, exchanges, dtype))
     if time.monotonic() - begin > NOTICEABLE_SECONDS:
         log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
 
@@ -56,12 +54,13 @@ def rehearse_compressor(compressor: Compressor, dtype: torch.dtype) -> None:
     compressor.apply(torch.linspace(-1, 1, ENTRIES, dtype=dtype), Draw(seed=0, step=0, rank=0))
 
 
-def _exchange(link: Link) -> None:
+def _exchange(link: Link, exchanges: tuple[str, ...], dtype: torch.dtype) -> None:
     """A small gradient, between two threads."""
-    model = nn.Linear(ENTRIES, 1, bias=False)
-    model.weight.grad = torch.linspace(-1, 1, ENTRIES).view(1, -1)
-    for exchange in ("topk-allgather", "star-topk"):
-        for ratio in RATIOS:
-            sync = Synchronizer(model, exchange, ratio=ratio, link=link, broadcast_parameters=False)
-            for _ in range(STEPS):
-                sync.average_gradients()
+    layout = Layout.of([("", nn.Parameter(torch.linspace(-1, 1, ENTRIES, dtype=dtype)))])
+    out = torch.zeros(ENTRIES + TOLD, dtype=dtype)
+    for name, ratio in itertools.product(exchanges, RATIOS):
+        exchange, memory = build(complete(name, ratio, "ring"), layout.sizes), ErrorMemory(layout)
+        for step in range(STEPS):
+            fed = memory.feed(layout.parameters)
+            exchange.run(link, fed, ratio, step, Told(energy=fed.energy), out)
+            memory.commit(nothing_left=False)

@@ -27,6 +27,7 @@ from thinwire.link.base import Link
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
 from thinwire.train.pilot import Course, Pilot
+from thinwire.train.rehearsal import rehearse
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
@@ -110,6 +111,8 @@ class Synchronizer:
         self._sent_noted = -math.inf
         self._overlap = (0.0, 1.0)
         self._exchanges: dict[Plan, Exchange] = {}
+        # Before there is a link, on which the others would wait for the one that compiles longest.
+        rehearse((plan.exchange,) if controller is None else controller.exchanges, self._layout.dtype)
         self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
             plan = complete("dense", 1.0, "ring")
