@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import thinwire
 from tests.process.launch import run_ranks
 from tests.process.models import batch, flat_gradients, flat_parameters, loss_of, make
+from thinwire.control.prices import Way
 from thinwire.exchange import NAMES
 
 pytestmark = pytest.mark.process
@@ -208,6 +209,40 @@ def _half_precision_dense(rank: int) -> float:
 
 def test_no_compression_saves_nothing_in_half_precision_either() -> None:
     assert run_ranks(_half_precision_dense, 2) == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+class TwoTypes(nn.Module):
+    def __init__(self, first: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 100, dtype=first), nn.Linear(100, 10, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.to(self.first.weight.dtype)).bfloat16()).float()
+
+
+def _sent_over_priced(rank: int, first: torch.dtype, under_ddp: bool) -> float:
+    net: nn.Module = TwoTypes(first)
+    if under_ddp:
+        net = DDP(net)
+        comm = thinwire.attach(net, exchange="dense", collective="torch")
+    else:
+        comm = thinwire.Synchronizer(net, exchange="dense", collective="torch")
+    loss_of(net, rank, 0).backward()
+    if not under_ddp:
+        comm.average_gradients()
+    comm.close()
+    assert comm.last is not None
+    _, priced = comm._pilot.prices.volume(Way("dense", "torch"), 1.0)
+    return 2 * comm.last.sent_bytes / priced
+
+
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("under_ddp", [True, False])
+def test_dense_over_torch_is_priced_by_the_bytes_that_it_sends_whatever_the_types(
+    first: torch.dtype, under_ddp: bool
+) -> None:
+    found = run_ranks(_sent_over_priced, 2, first=first, under_ddp=under_ddp)
+    assert found == pytest.approx([1.0, 1.0], abs=0.01)  # without DDP sixteen numbers ride along
 
 
 def _has_another_hook(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from statistics import mean
@@ -126,3 +127,29 @@ def test_messages_and_bytes_are_those_of_the_schedule() -> None:
     messages, nbytes = prices.volume(Way("dense", "ring"), 1.0)
     assert messages == 8 * 14
     assert 14 * 4 * 8000 <= nbytes < 14 * 4 * 8100  # and the numbers that ride along
+
+
+def test_what_goes_in_ddps_buckets_is_priced_by_their_bytes_and_nothing_else_is() -> None:
+    network, numel, choice = Network(alpha=1e-3, beta=1e-7), 80_000, ways(8, has_group=True)
+    plain, half = Prices(numel, 4, 8, choice), Prices(numel, 2, 8, choice)
+    for nbytes, torchs in ((2 * numel, half), (4 * numel, plain)):
+        prices = Prices(numel, 4, 8, choice, bucket_bytes=nbytes)
+        for way in choice:
+            expected = torchs if way == Way("dense", "torch") else plain
+            assert prices.seconds(way, 0.1, network) == expected.seconds(way, 0.1, network), way
+
+
+def test_parameters_of_several_types_are_priced_by_what_they_come_to() -> None:
+    network, way = Network(alpha=0.0, beta=1e-7), Way("dense", "torch")
+    seconds = [Prices(80_000, 4, 8, [way], bucket_bytes=n).seconds(way, 1.0, network) for n in (160_000, 240_000)]
+    assert seconds[1] == pytest.approx(1.5 * seconds[0])
+
+
+def test_prices_that_were_written_down_are_the_same_again_also_those_of_earlier_runs() -> None:
+    network, choice = Network(alpha=1e-3, beta=1e-7), ways(4, has_group=True)
+    for prices in (Prices(1001, 4, 4, choice), Prices(1001, 4, 4, choice, (1000, 1), bucket_bytes=2002)):
+        again = Prices.from_json(json.loads(json.dumps(prices.to_json())))
+        assert (again.table(network, [0.1]) == prices.table(network, [0.1])).all()
+    earlier = Prices(1001, 4, 4, choice).to_json()
+    del earlier["bucket_bytes"]
+    assert (Prices.from_json(earlier).table(network, [0.1]) == Prices(1001, 4, 4, choice).table(network, [0.1])).all()

@@ -98,11 +98,14 @@ class _Case(NamedTuple):
     itemsize: int
     world_size: int
     sizes: tuple[int, ...]
+    bucket_bytes: int | None = None
 
     def legs(self, way: Way, ratio: float, leaders: Iterable[int] = (0,)) -> list[list[Leg]]:
         """One sequence of legs for each leader."""
-        exchange = _built(way, ratio, self.sizes)
-        return [exchange.legs(self.numel, self.itemsize, ratio, self.world_size, leader) for leader in leaders]
+        exchange, numel, itemsize = _built(way, ratio, self.sizes), self.numel, self.itemsize
+        if exchange.bucketwise and self.bucket_bytes is not None:
+            numel, itemsize = self.bucket_bytes, 1  # entries need not all be of one size
+        return [exchange.legs(numel, itemsize, ratio, self.world_size, leader) for leader in leaders]
 
 
 class Prices:
@@ -117,22 +120,30 @@ class Prices:
         world_size: how many ranks.
         ways: what the table has rows for.
         sizes: the layers' numbers of entries; by default there is one layer.
+        bucket_bytes: the whole gradient's where it goes in DDP's buckets, whose entries are as the parameters are: half
+            precision takes half of what its errors take. None if nothing does.
     """
 
     def __init__(
-        self, numel: int, itemsize: int, world_size: int, ways: Sequence[Way], sizes: tuple[int, ...] | None = None
+        self,
+        numel: int,
+        itemsize: int,
+        world_size: int,
+        ways: Sequence[Way],
+        sizes: tuple[int, ...] | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.ways = tuple(ways)
         self.numel, self.world_size = numel, world_size
-        self._case = _Case(numel, itemsize, world_size, (numel,) if sizes is None else sizes)
+        self._case = _Case(numel, itemsize, world_size, (numel,) if sizes is None else sizes, bucket_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return {**self._case._asdict(), "ways": [list(way) for way in self.ways]}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Prices:
-        choice = [Way(*way) for way in state["ways"]]
-        return cls(state["numel"], state["itemsize"], state["world_size"], choice, tuple(state["sizes"]))
+        choice, bucket_bytes = [Way(*way) for way in state["ways"]], state.get("bucket_bytes")  # earlier runs have none
+        return cls(state["numel"], state["itemsize"], state["world_size"], choice, tuple(state["sizes"]), bucket_bytes)
 
     def seconds(self, way: Way, ratio: float, network: Network) -> float:
         """What `Exchange.seconds` gives, as the mean over leaders."""

@@ -72,6 +72,7 @@ def attach(
         group=model.process_group,
         ignore=model.parameters_to_ignore,
         broadcast_parameters=False,
+        in_buckets=True,
         records=records,
     )
     model.register_comm_hook(_Courier(comm, model), _hook)

@@ -67,6 +67,7 @@ class Synchronizer:
         group: the process group, by default the whole world.
         ignore: names of parameters that are not to be averaged.
         broadcast_parameters: False if the ranks' models are known to be equal at the start.
+        in_buckets: True if the gradient comes in DDP's buckets, which torch's own all_reduce carries as they are.
         records: a file for one JSON line per step and per decision, written by rank 0 (thinwire/records.py).
 
     Attributes:
@@ -93,6 +94,7 @@ class Synchronizer:
         group: dist.ProcessGroup | None = None,
         ignore: Collection[str] = (),
         broadcast_parameters: bool = True,
+        in_buckets: bool = False,
         records: Path | str | None = None,
     ) -> None:
         controller = Adaptive() if exchange == "adaptive" else exchange if isinstance(exchange, Adaptive) else None
@@ -116,7 +118,7 @@ class Synchronizer:
         self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
             plan = complete("dense", 1.0, "ring")
-        prices = _prices(self._layout, self.link, controller)
+        prices = _prices(self._layout, self.link, controller, in_buckets)
         self.records = begin_records(self.link, records, **_described(prices, controller))
         self._steering = Stopwatch(self.link)
         self._pilot = Pilot(self.link, prices, controller, plan, self.records)
@@ -438,10 +440,11 @@ def _first_plan(
     return complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
 
 
-def _prices(layout: Layout, link: Link, controller: Adaptive | None) -> Prices:
+def _prices(layout: Layout, link: Link, controller: Adaptive | None, in_buckets: bool) -> Prices:
     exchanges = () if controller is None else controller.exchanges
     choice = ways(link.world_size, has_group=link.group is not None, exchanges=("dense", *exchanges))
-    return Prices(layout.numel, layout.dtype.itemsize, link.world_size, choice, layout.sizes)
+    bucket_bytes = layout.nbytes if in_buckets else None
+    return Prices(layout.numel, layout.dtype.itemsize, link.world_size, choice, layout.sizes, bucket_bytes)
 
 
 def _described(prices: Prices, controller: Adaptive | None) -> dict[str, Any]:
