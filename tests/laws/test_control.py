@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import random
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -535,3 +537,50 @@ def test_the_history_of_decisions_is_as_it_was(name: str, stages: list[Any], req
     if request.config.getoption("--rewrite-golden"):
         path.write_text(found)
     assert found == path.read_text()
+
+
+# --- trying out
+
+
+def warned(program: Callable[[Synchronizer, nn.Linear], None]) -> list[str]:
+    """What two ranks are warned of while one that nobody explores for runs the program."""
+
+    def run(link: ThreadLink) -> None:
+        net = a_net(400)
+        sync = Synchronizer(net, Adaptive(explore="restore"), link=link)
+        for number in range(3):
+            step(sync, net, number)
+        program(sync, net)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ThreadWorld(2, Network(alpha=1e-3, beta=1e-7)).run(run)
+    return [str(each.message) for each in caught if "Explorer" in str(each.message)]
+
+
+def late(sync: Synchronizer, net: nn.Linear) -> None:
+    """As where numbers are told beside torch's own all_reduce: there is word at some steps only, and then at more."""
+    sync.step = 103
+    for number in range(5):
+        step(sync, net, number)
+
+
+def test_that_nobody_explores_is_said_once_on_every_rank_whenever_word_comes() -> None:
+    assert len(warned(late)) == 2
+
+
+def test_it_is_not_said_where_something_was_tried_out_however_much_the_gain_has_changed_since() -> None:
+    def program(sync: Synchronizer, net: nn.Linear) -> None:
+        sync.explored("star-topk", {0.1: 0.9, 0.01: 0.01})
+        late(sync, net)
+
+    assert not warned(program)
+
+
+def test_it_is_not_said_before_a_resumed_run_has_had_its_steps_too() -> None:
+    def program(sync: Synchronizer, net: nn.Linear) -> None:
+        sync.load_state_dict(sync.state_dict() | {"step": 500})
+        for number in range(5):
+            step(sync, net, number)
+
+    assert not warned(program)

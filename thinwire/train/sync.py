@@ -112,6 +112,7 @@ class Synchronizer:
         self._scaler = scaler
         self._sent_noted = -math.inf
         self._overlap = (0.0, 1.0)
+        self._explored_by: float = _STEPS_UNEXPLORED  # the step; infinity once something was, or it was said
         self._exchanges: dict[Plan, Exchange] = {}
         # Before there is a link, on which the others would wait for the one that compiles longest.
         rehearse((plan.exchange,) if controller is None else controller.exchanges, self._layout.dtype)
@@ -312,7 +313,9 @@ class Synchronizer:
         """Take in what all ranks told of the last step they told of: from the next step on another plan may run."""
         with self._steering:
             self._pilot.hear(told, self.step)
-        if self.step == _STEPS_UNEXPLORED and self.wants_exploring and self.network is not None:
+        # Not every step brings word, so it may be later.
+        if self.step >= self._explored_by and self.wants_exploring and self.network is not None:
+            self._explored_by = math.inf
             warnings.warn(
                 'Adaptive(explore="restore") needs a thinwire.Explorer to run the steps, and none has tried anything '
                 "out so far. The gains are those of the histogram.",
@@ -351,6 +354,7 @@ class Synchronizer:
 
     def explored(self, exchange: str, gains: Mapping[float, float]) -> None:
         """Take in the gain that this exchange was found to have at each ratio. Call on all ranks with equal numbers."""
+        self._explored_by = math.inf
         self._pilot.explored(exchange, gains)
 
     def state_dict(self) -> dict[str, Any]:
@@ -390,6 +394,7 @@ class Synchronizer:
         self.memory.load_state_dict(state["error"])
         self._pilot.resume(course)
         self.step, self.skipped = state["step"], state["skipped"]
+        self._explored_by = self.step + _STEPS_UNEXPLORED
         self._is_resumed = True
 
     def common_step(self, steps: Collection[int]) -> int | None:
