@@ -18,11 +18,13 @@ from tests.process.decisions import decision_for
 from tests.process.launch import run_ranks
 from tests.process.models import flat_parameters, loss_of, make
 from thinwire import records
+from thinwire.bench import harm
 from thinwire.control.adaptive import Adaptive, Decision, Standing
 from thinwire.control.prices import Prices
 from thinwire.control.replay import replay
 from thinwire.control.view import View
 from thinwire.exchange import complete
+from thinwire.link.tcp import TcpLink
 from thinwire.train import pilot
 from thinwire.types import Plan
 
@@ -197,3 +199,28 @@ def _watching(rank: int, steps: int) -> float | None:
 def test_latency_is_measured_also_while_torch_sends_everything() -> None:
     first, second = run_ranks(_watching, 2, steps=3000)
     assert first == second and first is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Adaptive):
+    """Torch's own all_reduce for good, beside which numbers are told."""
+
+    def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision:
+        return decision_for(complete("dense", 1.0), standing, step, "habit")
+
+
+def _telling(rank: int, steps: int) -> int:
+    _tell_always()
+    model = DDP(make("mlp"))
+    comm = thinwire.attach(model, Dense())
+    for step in range(steps):
+        loss_of(model, rank, step).backward()
+    assert isinstance(comm.link, TcpLink)
+    least, (_, beside, _), most = comm.link.probe_bytes, harm._counts(comm), comm.link.probe_bytes
+    assert least <= beside - comm.told_bytes <= most  # another rank may be asking at any time
+    comm.close()
+    return comm.told_bytes
+
+
+def test_numbers_told_beside_torch_are_counted_as_a_ring_sends_them_and_are_the_controllers() -> None:
+    assert run_ranks(_telling, 2, steps=7) == [7 * 16 * 4] * 2  # half of them there and half back

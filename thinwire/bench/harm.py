@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.bench.launch import on_ranks
 from thinwire.bench.machine import describe_machine
-from thinwire.link.base import Link
 from thinwire.link.tcp import TcpLink
 
 NETS = {
@@ -79,19 +78,14 @@ def measure(rank: int, name: str, blocks: int, ours_first: bool) -> dict[str, An
     comm = thinwire.attach(ours)
     for model in (plain, ours):
         _steps(model, SETTLE)
-    before = comm.control_seconds, _probe_bytes(comm.link), comm.link.sent_bytes
+    before = _counts(comm)
     ddp, adaptive = list[list[float]](), list[list[float]]()
     for block in range(blocks):
         turns = [(ddp, plain), (adaptive, ours)]
         for times, model in turns if block % 2 else reversed(turns):
             comm.pause()  # the other model's steps are none of ours
             times.append(_steps(model, BLOCK))
-    control, probes, sent = (
-        after - start
-        for after, start in zip(
-            (comm.control_seconds, _probe_bytes(comm.link), comm.link.sent_bytes), before, strict=True
-        )
-    )
+    control, beside, sent = (after - start for after, start in zip(_counts(comm), before, strict=True))
     plan = str(comm.plan)
     comm.close()
     return {
@@ -99,14 +93,15 @@ def measure(rank: int, name: str, blocks: int, ours_first: bool) -> dict[str, An
         "adaptive": sum(adaptive, []),
         "ratios": [sum(b) / sum(a) for a, b in zip(ddp, adaptive, strict=True)],
         "control": [control],
-        "control_bytes_share": probes / sent,
+        "control_bytes_share": beside / (sent + beside),
         "plan": plan,
     }
 
 
-def _probe_bytes(link: Link) -> int:
-    assert isinstance(link, TcpLink)
-    return link.probe_bytes
+def _counts(comm: thinwire.Synchronizer) -> tuple[float, int, int]:
+    """Seconds of the controller, bytes that are sent for it alone, and bytes of gradients, so far."""
+    assert isinstance(comm.link, TcpLink)
+    return comm.control_seconds, comm.link.probe_bytes + comm.told_bytes, comm.link.sent_bytes
 
 
 def _steps(model: nn.Module, number: int) -> list[float]:

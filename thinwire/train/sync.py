@@ -75,6 +75,7 @@ class Synchronizer:
         step: how many synchronised steps were made.
         skipped: how many of them were discarded because some rank's gradient was not finite.
         last: the record of the last step, None before the first.
+        told_bytes: what this rank has sent of numbers beside torch's own all_reduce. They are in no other count.
         records: where rank 0 writes; None on the others, or where nothing is recorded.
     """
 
@@ -108,6 +109,7 @@ class Synchronizer:
         self.step = 0
         self.skipped = 0
         self.last: StepRecord | None = None
+        self.told_bytes = 0
         self._is_resumed = False  # and ranks have not agreed yet that they all are, at the same step
         self._scaler = scaler
         self._sent_noted = -math.inf
@@ -296,6 +298,7 @@ class Synchronizer:
         if self._pilot.tells_by_torch(self.step):
             with self._steering:
                 self._pilot.tell_by_torch(self.step, self._layout.device)
+            self.told_bytes += 2 * (self.link.world_size - 1) * TOLD * torch.float32.itemsize // self.link.world_size
 
     def ask_before_telling(self) -> None:
         """After a step that carried no numbers, have the network measured if the next one tells some."""
