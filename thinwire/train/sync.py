@@ -31,7 +31,7 @@ from thinwire.train.rehearsal import rehearse
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 _STEPS_COMPARED = 16
 _STEPS_UNEXPLORED = 100
 _SENT_SECONDS = 1.0  # between two records of what was sent of each parameter, at least
@@ -162,7 +162,8 @@ class Synchronizer:
     def explain(self) -> None:
         """Print what runs, since when and why, and what else was considered."""
         pilot = self._pilot
-        print(explain(pilot.decision, pilot.standing, pilot.view, self.last, fixed=pilot.controller is None))
+        trust = pilot.monitor.alpha().confidence, pilot.monitor.beta().confidence
+        print(explain(pilot.decision, pilot.standing, pilot.view, self.last, pilot.controller is None, trust))
 
     @cached_property
     def _out(self) -> torch.Tensor:
