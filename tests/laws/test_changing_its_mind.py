@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import random
@@ -156,7 +157,7 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         net, seen = a_net(200_000), link.read_out
         sync = Synchronizer(net, link=link, records=path)
         link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
-        for number in range(PATIENCE + 15):
+        for number in range(3 * (PATIENCE + 10)):  # of which every third is taken in
             step(sync, net, number, seconds=0.02)
         if link.rank == 0:
             capsys.readouterr()
@@ -169,6 +170,29 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
     hoped = [r for r in records.read(path) if r["kind"] == "decision" and r["hope"] > 1]
     assert hoped and all(decision["beta"] == pytest.approx(8e-8, rel=0.01) for decision in hoped)
     assert hoped[0]["trigger"] == "nobody has seen the rate for a while, and it may be 800 Mbit/s by now"
+
+
+@pytest.mark.parametrize(("seconds", "every"), [(0.001, 4), (0.025, 3), (0.2, 1)])
+def test_where_steps_are_short_and_nothing_is_new_only_some_are_taken_in(
+    tmp_path: Path, seconds: float, every: int
+) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> None:
+        net, seen = a_net(200_000), link.read_out
+        sync = Synchronizer(net, link=link, records=path)
+        link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
+        for number in range(100):
+            if number == 90:
+                link.world.wire.network = Network(alpha=0.1, beta=8e-8)
+            step(sync, net, number, seconds=seconds)
+        sync.close()
+
+    ThreadWorld(3, Network(alpha=1e-2, beta=8e-8)).run(program)
+    heard = [record["step"] for record in records.read(path) if record["kind"] == "heard" and record["step"] > 20]
+    calm = [step for step in heard if step < 90]
+    assert {after - before for before, after in itertools.pairwise(calm)} == {every}
+    assert list(range(95, 100)) == [step for step in heard if step >= 95]  # since steps take far longer than expected
 
 
 def replace_stretches(reading: Reading) -> Reading:

@@ -39,6 +39,11 @@ SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
 ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
+LISTEN_SECONDS, LISTEN_EVERY = (
+    0.1,
+    4,
+)  # between two steps whose numbers are taken in: so much, and at most so many steps
+NEWS = 0.2  # of the latency, as told: by a quarter
 
 log = logging.getLogger("thinwire")
 
@@ -84,6 +89,7 @@ class Course(NamedTuple):
     before: Plan | None
     turn: int
     asked: Seen
+    heard_at: int
     pending: Told | None
     energy: float
     kept: list[float]
@@ -103,6 +109,7 @@ class Course(NamedTuple):
                 before=None if state["before"] is None else Plan(**state["before"]),
                 turn=int(state["turn"]),
                 asked=Seen.from_json(state["asked"]),
+                heard_at=int(state["heard_at"]),
                 pending=None if state["pending"] is None else Told(*map(float, state["pending"])),
                 energy=float(state["energy"]),
                 kept=kept,
@@ -141,6 +148,7 @@ class Pilot:
         self._looking, self._measuring = Thrift(LOOKING, LOOK_PAUSE, link), Thrift(MEASURING, MEASURE_PAUSE, link)
         self._looked_at = -1
         self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
+        self._heard_at = -1  # the step whose numbers were last taken in
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._last_end = math.nan
         self._surprised = False  # by how long the last step took
@@ -190,8 +198,23 @@ class Pilot:
             self._energy = histogram.energy
             self._kept = (histogram.energy_at(CANDIDATES) / histogram.energy).tolist()
 
+    def listens(self, told: Told) -> bool:
+        """Whether the sums of what was told last are worth taking in, on all ranks alike.
+
+        That costs a processor as much as some ten messages do, so where steps are short and nothing is new it is done
+        at some of them.
+        """
+        took, expected = self.view.took, self.standing.seconds
+        if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
+            return True
+        if self._asked.step - self._heard_at >= min(LISTEN_EVERY, LISTEN_SECONDS / took):
+            return True
+        N, is_new = self.link.world_size, told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known
+        return is_new or (told.timed == N and _is_off(told.step_seconds / N, expected or took, ALARMING))
+
     def hear(self, told: Told, step: int) -> None:
         """Take in the sums of what all ranks told last, and decide for `step`. A decision may keep the plan."""
+        self._heard_at = self._asked.step
         self._take_in(self._asked._replace(told=told))
         self._decide(step)
 
@@ -366,6 +389,7 @@ class Pilot:
             "before": None if self._before is None else asdict(self._before),
             "turn": self._turn,
             "asked": self._asked.to_json(),
+            "heard_at": self._heard_at,
             "pending": self._arrived_numbers(),
             "energy": self._energy,
             "kept": self._kept,
@@ -373,11 +397,13 @@ class Pilot:
 
     def agreed(self) -> dict[str, Any]:
         """What of the state is the same on all ranks."""
-        return {"view": self.view.to_json(), "standing": self.standing.to_json(), "turn": self._turn}
+        course = {"turn": self._turn, "heard_at": self._heard_at}
+        return {"view": self.view.to_json(), "standing": self.standing.to_json(), **course}
 
     def resume(self, course: Course) -> None:
         """Go on from a state. What the link notices from now on is new: the network may be another."""
         self._asked, self._before, self._times, self._turn = course.asked, course.before, course.times, course.turn
+        self._heard_at = course.heard_at
         self._pending = None if course.pending is None else (torch.tensor(course.pending), None)
         self._histogram, self._energy, self._kept = None, course.energy, course.kept
         self._last_end = math.nan

@@ -232,7 +232,8 @@ class Synchronizer:
             if self.records is not None and done.sent is not None and not skip:
                 self._note_sent(done.sent)
             pilot.measure()
-        self.hear(done.told)
+        if pilot.listens(done.told):
+            self.hear(done.told)
 
     def _note_sent(self, indices: torch.Tensor) -> None:
         """Now and then, write down how many entries of each parameter the last step sent."""
