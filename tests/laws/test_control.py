@@ -391,7 +391,7 @@ def test_what_is_allowed_is_chosen_also_where_no_hope_could_afford_it(objective:
 
 
 def test_where_errors_grow_far_longer_than_usual_the_ratio_is_raised() -> None:
-    controller = Adaptive()
+    controller = Adaptive(horizon=1000)
     prices, dense = of_four(controller)
     calm = FAR_AND_SLOW._replace(gains=GainCurve(rate=0.2))
     first = controller.decide(calm, dense, 0, prices)

@@ -44,6 +44,22 @@ def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
     assert decided(KNOWN, standing, 100 + 500, controller).trigger == "warm-up"
 
 
+def test_one_plans_for_as_long_as_training_has_gone_on_and_thinks_again_when_that_is_twice_as_long() -> None:
+    ratios, controller = [], Adaptive()
+    for step in (0, 300, 1000, 3000, 100_000):
+        decision = decided(KNOWN, Standing(plan=complete("dense", 1.0)), step, controller)
+        ratios.append(decision.plan.ratio)
+        standing = controller.standing_after(decision, KNOWN)
+        again = controller.decide(KNOWN, standing, 2 * max(step, 300), PRICES)
+        assert (again is not None and again.trigger == f"training has gone on for {2 * step} steps") or step in (
+            0,
+            3000,
+            100_000,
+        )
+    assert ratios[0] == ratios[1] > ratios[2] > ratios[3] == ratios[4]
+    assert decided(KNOWN, Standing(plan=complete("dense", 1.0)), 9, Adaptive(horizon=1000)).plan.ratio == ratios[2]
+
+
 def test_a_change_of_exactly_what_makes_one_is_one() -> None:
     view = KNOWN._replace(alpha=1.0)
     controller = Adaptive(change=0.5)

@@ -33,6 +33,7 @@ ROOM = 1.25  # times the least gain that is allowed is the least that is chosen:
 PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
 URGENT = 0.4  # by so much, or by what makes a change if that is more
 RISK = 2.0  # times what a step takes now is what it may take should a hope be in vain
+NEAREST, FARTHEST = 300, 3000  # steps to plan for: the delay was measured on trainings of up to half of that
 WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is so in hope alone
 
 
@@ -152,7 +153,8 @@ class Adaptive:
             whatever it learns, so give it one ratio. "knee" is the rule of Tyagi & Swany: the knee of the front of time
             against 1/gain (control/pareto.py).
         horizon: for how many steps of dense training to plan. What a plan needs more is a delay, the same however long
-            training goes on, so the further one plans the more a fast step is worth. The default is cautious.
+            training goes on, so the further one plans the more a fast step is worth. None for as many steps as have
+            been made already, since nobody knows how long a training will be, but 300 to 3,000.
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
         warmup: over so many steps the least ratio falls from 1 to the largest of `ratios`, in a line.
@@ -174,7 +176,7 @@ class Adaptive:
     """
 
     objective: str = "goodput"
-    horizon: int = 1000
+    horizon: int | None = None
     ratios: tuple[float, float] = (0.001, 0.1)
     exchanges: tuple[str, ...] = SPARSE
     warmup: int = 0
@@ -201,7 +203,7 @@ class Adaptive:
             raise ValueError(f"exchanges must be some of {', '.join(DELAYS)}, got {self.exchanges!r}.")
         if self.least_gain is not None and not 0 <= self.least_gain <= 1:
             raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain}.")
-        if self.warmup < 0 or self.patience < 1 or self.horizon < 1:
+        if self.warmup < 0 or self.patience < 1 or (self.horizon is not None and self.horizon < 1):
             raise ValueError(
                 "warmup cannot be negative, patience and horizon are at least 1, "
                 f"got {self.warmup}, {self.patience}, {self.horizon}."
@@ -216,13 +218,13 @@ class Adaptive:
         if trigger is None or view.network is None or view.assumed is None:
             return None
         ratios = self._ratios(step)
-        learning = {exchange: self._learning(exchange, ratios, view) for exchange in self.exchanges}
+        learning = {exchange: self._learning(exchange, ratios, view, step) for exchange in self.exchanges}
         judged = list(self._all_judged(ratios, learning, standing.plan, view, view.assumed, prices))
         affordable = self._affordable(ratios, learning, standing.plan, view, prices)
         found = list(self._candidates(judged, affordable, view)) or list(self._candidates(judged, ALL, view))
         candidates = sorted(found, key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
-        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view)
+        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices, step), view)
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
         return Decision(
@@ -306,16 +308,20 @@ class Adaptive:
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
             return course_of_step(None if standing.guessed else standing.seconds, now.seconds)
+        if self._horizon(step) >= 2 * self._horizon(standing.since):
+            return f"training has gone on for {step} steps"
         return None
 
     # --- what
 
-    def judge(self, plan: Plan, view: View, network: Network, prices: Prices) -> Candidate:
-        """One plan by the present view."""
+    def judge(self, plan: Plan, view: View, network: Network, prices: Prices, step: int = 0) -> Candidate:
+        """One plan by the present view, after so many steps."""
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
         price = view.exposed(way, price, network, prices)
-        return self._judged(way, ratios, price, self._learning(way.exchange, ratios, view), way, view, prices).at(0)
+        return self._judged(way, ratios, price, self._learning(way.exchange, ratios, view, step), way, view, prices).at(
+            0
+        )
 
     def _candidates(self, judged: Iterable[_Judged], affordable: Iterable[Any], view: View) -> Iterator[Candidate]:
         """Every way at the ratio at which it is best, of those that send enough, as dense does, and can be afforded."""
@@ -369,11 +375,14 @@ class Adaptive:
     def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:
         return compress_seconds(way, ratios, prices.numel, prices.world_size) * view.compress_factor(way.exchange)
 
-    def _learning(self, exchange: str, ratios: Floats, view: View) -> tuple[Floats, Floats]:
+    def _horizon(self, step: int) -> int:
+        return min(max(step, NEAREST), FARTHEST) if self.horizon is None else self.horizon
+
+    def _learning(self, exchange: str, ratios: Floats, view: View, step: int) -> tuple[Floats, Floats]:
         """The gain at each ratio, and how many times more steps it takes."""
         gains = view.gains.gains(exchange, tuple(ratios.tolist()))
         delays = np.array([0.0 if self.objective == "seconds" else delay(exchange, gain) for gain in gains])
-        return np.array(gains), 1 + delays / self.horizon
+        return np.array(gains), 1 + delays / self._horizon(step)
 
     def _least_gain(self, exchange: str, view: View) -> float:
         if self.least_gain is not None:
