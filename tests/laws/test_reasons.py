@@ -44,20 +44,19 @@ def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
     assert decided(KNOWN, standing, 100 + 500, controller).trigger == "warm-up"
 
 
-def test_one_plans_for_as_long_as_training_has_gone_on_and_thinks_again_when_that_is_twice_as_long() -> None:
-    ratios, controller = [], Adaptive()
-    for step in (0, 300, 1000, 3000, 100_000):
-        decision = decided(KNOWN, Standing(plan=complete("dense", 1.0)), step, controller)
-        ratios.append(decision.plan.ratio)
-        standing = controller.standing_after(decision, KNOWN)
-        again = controller.decide(KNOWN, standing, 2 * max(step, 300), PRICES)
-        assert (again is not None and again.trigger == f"training has gone on for {2 * step} steps") or step in (
-            0,
-            3000,
-            100_000,
-        )
+def test_one_plans_for_as_long_as_training_has_gone_on() -> None:
+    dense = Standing(plan=complete("dense", 1.0))
+    ratios = [decided(KNOWN, dense, step).plan.ratio for step in (0, 300, 1000, 3000, 100_000)]
     assert ratios[0] == ratios[1] > ratios[2] > ratios[3] == ratios[4]
-    assert decided(KNOWN, Standing(plan=complete("dense", 1.0)), 9, Adaptive(horizon=1000)).plan.ratio == ratios[2]
+    assert decided(KNOWN, dense, 9, Adaptive(horizon=1000)).plan.ratio == ratios[2]
+
+
+@pytest.mark.parametrize(("since", "until"), [(0, 600), (300, 600), (1000, 2000)])
+def test_when_it_has_gone_on_for_twice_as_long_there_is_a_reason_to_think_again(since: int, until: int) -> None:
+    standing = standing_at(KNOWN, step=since)
+    assert Adaptive().decide(KNOWN, standing, until - 5, PRICES) is None
+    assert decided(KNOWN, standing, until).trigger == f"training has gone on for {until} steps"
+    assert Adaptive().decide(KNOWN, standing_at(KNOWN, step=3000), 60_000, PRICES) is None
 
 
 def test_a_change_of_exactly_what_makes_one_is_one() -> None:
