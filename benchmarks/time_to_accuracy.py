@@ -119,7 +119,7 @@ def runs(network: str, methods: list[str], seed: int) -> Iterator[tuple[str, dic
     profile = profiles.schedule(None if network == REFERENCE else network, HOSTS)
     schedule = profile.scaled(shape["scale"]).faster(shape["speed"])
     first = replace(schedule, changes=tuple(change for change in schedule.changes if change.at == 0), repeat=0.0)
-    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, first, seed=seed) as lab:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Lab(HOSTS, first, seed=seed) as lab:
         config = json.dumps({"methods": methods, "seed": seed, "folder": folder})
         threading.Thread(target=play, args=(lab, schedule, Path(folder)), daemon=True).start()
         code = run(lab, [sys.executable, str(Path(__file__).resolve()), "--worker", config])
