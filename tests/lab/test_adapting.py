@@ -16,7 +16,7 @@ from tests.lab.networks import lab
 from tests.timing import timing
 from thinwire.lab.run import environment
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 ROOT = Path(thinwire.__file__).parents[1]
 COMPUTE, STEPS, CHANGE_AT = 0.06, 60, 25

@@ -99,7 +99,7 @@ class Linear(nn.Module):
 
 def _tell_always() -> None:
     """So that plans can change at every step, also beside exchanges that carry no numbers. For this process."""
-    pilot.TELL_EVERY, pilot.TELL_SECONDS, pilot.ALARM_SECONDS = 1, 0.0, 0.0
+    pilot.TELL_EVERY, pilot.TELL_SECONDS, pilot.ALARM_SECONDS, pilot.LISTEN_EVERY = 1, 0.0, 0.0, 1
 
 
 def _restless(

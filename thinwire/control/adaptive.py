@@ -31,6 +31,7 @@ SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 5
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
 PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
+FAR = 10.0  # times what latency or rate were when it was decided: then it is not waited for them to settle
 URGENT = 0.4  # by so much, or by what makes a change if that is more
 RISK = 2.0  # times what a step takes now is what it may take should a hope be in vain
 NEAREST, FARTHEST = 300, 3000  # steps to plan for: the delay was measured on trainings of up to half of that
@@ -280,7 +281,11 @@ class Adaptive:
             return "warm-up"  # and once more when it is over, whenever that is heard of
         if not warming_up and not self._allows(standing.plan):
             return "the plan in force is out of bounds"
-        if step - standing.since < self.patience or 0 < view.settling < self.patience:
+        far = not standing.hope > 1 and any(
+            not then / FAR <= now <= then * FAR
+            for then, now in ((standing.alpha, view.assumed.alpha), (standing.beta, view.assumed.beta))
+        )
+        if step - standing.since < self.patience or (0 < view.settling < self.patience and not far):
             return None
         age = step - standing.since
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
