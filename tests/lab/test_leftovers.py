@@ -17,6 +17,7 @@ import pytest
 import thinwire
 from tests.lab.leftovers import left_behind, processes_of
 from tests.lab.networks import lab
+from tests.process.runs import until
 from thinwire.lab import namespaces, registry
 from thinwire.lab.relay import CONTROL
 
@@ -75,7 +76,7 @@ def test_a_lab_and_its_relay_killed_together_are_cleaned_by_the_next_call(folder
         relay = int(main.stdout.readline())
         entry = registry.read(folder / str(main.pid))
         assert entry is not None and entry.relay == relay
-        assert len(processes_of(folder)) == 11  # the lab's own, its relay, three in each host
+        until(lambda: len(processes_of(folder)) == 11)  # the lab's own, its relay, three in each host
         os.kill(relay, signal.SIGKILL)
         main.kill()
     networks = dict(entry.networks)
