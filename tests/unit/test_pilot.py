@@ -86,14 +86,14 @@ def test_nothing_that_happens_once_makes_a_long_pause() -> None:
 @pytest.mark.parametrize(
     ("took", "expected", "guessed", "period"),
     [
-        (None, None, False, 5),  # nothing is known yet
-        (0.5, 0.5, False, 5),
-        (0.01, 0.01, False, 50),  # twice a second
-        (0.015, 0.01, False, 34),
+        (None, None, False, 4),  # nothing is known yet
+        (0.5, 0.5, False, 4),
+        (0.01, 0.01, False, 30),  # three times a second
+        (0.015, 0.01, False, 20),
         (1.0, 0.1, False, 1),  # and at every step while something is wrong
         (0.1, 1.0, False, 1),
         (0.005, 0.1, False, 4),
-        (0.01, 0.1, True, 50),  # but not because a guess was
+        (0.01, 0.1, True, 30),  # but not because a guess was
     ],
 )
 def test_word_is_passed_beside_torch_now_and_then_and_at_every_step_while_something_is_wrong(
