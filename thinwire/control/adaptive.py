@@ -281,11 +281,9 @@ class Adaptive:
             return "warm-up"  # and once more when it is over, whenever that is heard of
         if not warming_up and not self._allows(standing.plan):
             return "the plan in force is out of bounds"
-        far = not standing.hope > 1 and any(
-            not then / FAR <= now <= then * FAR
-            for then, now in ((standing.alpha, view.assumed.alpha), (standing.beta, view.assumed.beta))
-        )
-        if step - standing.since < self.patience or (0 < view.settling < self.patience and not far):
+        is_far = _is_far(standing.alpha, view.assumed.alpha) or _is_far(standing.beta, view.assumed.beta)
+        is_settling = 0 < view.settling < self.patience and (standing.hope > 1 or not is_far)
+        if step - standing.since < self.patience or is_settling:
             return None
         age = step - standing.since
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
@@ -468,3 +466,7 @@ def _by_cost(candidate: Candidate) -> tuple[float, str]:
 
 def _changed(then: float, now: float, share: float) -> bool:
     return now != then and abs(now - then) >= share * abs(then)
+
+
+def _is_far(then: float, now: float) -> bool:
+    return not then / FAR <= now <= then * FAR
