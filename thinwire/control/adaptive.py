@@ -322,9 +322,8 @@ class Adaptive:
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
         price = view.exposed(way, price, network, prices)
-        return self._judged(way, ratios, price, self._learning(way.exchange, ratios, view, step), way, view, prices).at(
-            0
-        )
+        learning = self._learning(way.exchange, ratios, view, step)
+        return self._judged(way, ratios, price, learning, way, view, prices).at(0)
 
     def _candidates(self, judged: Iterable[_Judged], affordable: Iterable[Any], view: View) -> Iterator[Candidate]:
         """Every way at the ratio at which it is best, of those that send enough, as dense does, and can be afforded."""

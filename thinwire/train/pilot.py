@@ -39,10 +39,8 @@ SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
 ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
-LISTEN_SECONDS, LISTEN_EVERY = (
-    0.1,
-    4,
-)  # between two steps whose numbers are taken in: so much, and at most so many steps
+LISTEN_SECONDS = 0.1  # between two steps whose numbers are taken in
+LISTEN_EVERY = 4  # steps at most
 NEWS = 0.2  # of the latency, as told: by a quarter
 
 log = logging.getLogger("thinwire")
