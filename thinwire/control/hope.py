@@ -6,7 +6,8 @@ where their bytes take too little time for it to show, that is hoped now and the
 for FACTOR times the rate: much, so that it soon shows whether it is true.
 
 If more is then sent, the rate may be seen. If not, how much longer exchanges take than those before tells whether the
-hope was in vain, and then it is done half as readily.
+hope has come true, and then that is the rate, and there may be more to hope for; or was in vain, and then it is done
+half as readily. Steps are those whose numbers were taken in.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FACTOR = 8  # times the rate that was seen: where that changes nothing, nothing 
 PATIENCE = 20  # steps without a look at the rate, before anything is hoped for; and for which it is, without a sign
 MOST_PATIENCE = 40  # after which a hope in vain, some six steps of a plan that sends too much, costs little
 SURE, IN_VAIN = 3.0, -1.5  # log odds that leave no doubt, 20 to 1; and for giving up 4 to 1, as few hopes come true
+SURER = 4.0  # what it takes for another after one in vain: noise that looked like a rise once may do so again
 MOST = 1.0  # that one step can add, whatever happened in it
 
 
@@ -46,7 +48,11 @@ class Hope(NamedTuple):
     @property
     def is_open(self) -> bool:
         """Whether it is still to be seen what comes of it."""
-        return self.factor > 1 and max(self.evidence, self.long_ago) < SURE
+        return self.factor > 1 and not self.has_come_true
+
+    @property
+    def has_come_true(self) -> bool:
+        return self.factor > 1 and max(self.evidence, self.long_ago) >= SURE
 
     def after_a_look(self) -> Hope:
         """The rate was seen, and is what it was."""
@@ -54,7 +60,7 @@ class Hope(NamedTuple):
 
     def after_silence(self) -> Hope:
         """An exchange tells nothing, so that a hope can only be given up after a while."""
-        if not self.is_open:
+        if self.factor == 1:
             return self
         return self._in_vain() if self.steps + 1 >= PATIENCE else self._replace(steps=self.steps + 1)
 
@@ -66,11 +72,11 @@ class Hope(NamedTuple):
         """
         if self.factor == 1:
             return self._with_a_hint(_odds(-moving / 2, late, noise), moving, shows=moving / 2 > noise)
-        return self._with_a_trial(late, moving, noise) if self.is_open else self
+        return self._with_a_trial(late, moving, noise)
 
     def _with_a_hint(self, odds: float, moving: float, shows: bool) -> Hope:
         evidence, steps = max(0.0, rounded(self.evidence + odds)), self.steps + 1
-        needed = SURE if self.patience == PATIENCE else SURE + MOST
+        needed = SURE if self.patience == PATIENCE else SURER
         if evidence >= needed or steps >= (MOST_PATIENCE if shows else self.patience):
             return Hope(FACTOR, patience=self.patience, moved=rounded(moving / FACTOR))
         return self._replace(evidence=evidence, steps=steps)

@@ -151,7 +151,7 @@ class View(NamedTuple):
     """See the module. All times in seconds; None where nothing is known yet.
 
     Attributes:
-        settling: for how many steps latency or rate have been on the move.
+        settling: for how many steps latency or rate have been on the move; here and below steps are those heard of.
         took: the last step that was told of.
         rest: a step without its exchange.
         overlap: in which backward() computes while parts of the gradient are there already.
@@ -282,7 +282,14 @@ class View(NamedTuple):
             if oldest.is_of(network):
                 known = extras.get(oldest.way)
                 extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
-        return self._replace(hope=hope, extra=extras, held_back=held_back)
+        view = self._replace(hope=hope, extra=extras, held_back=held_back)
+        return view._with_its_hope_come_true() if hope.has_come_true else view
+
+    def _with_its_hope_come_true(self) -> View:
+        """What was assumed is known now. Nothing else changes: what was learned meanwhile was learned of that."""
+        network = self.assumed
+        assert network is not None
+        return self._replace(beta=network.beta, hope=Hope(), learned_on=network)
 
     # --- what follows from it
 
