@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+import torch
 
 from thinwire.control.adaptive import Adaptive, Standing
+from thinwire.control.hope import FACTOR, Hope
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import View
 from thinwire.exchange import complete
 from thinwire.link.base import Link
 from thinwire.link.thread import ThreadLink, ThreadWorld
-from thinwire.train.pilot import Pilot, Thrift
+from thinwire.train.pilot import Course, Pilot, Thrift
+from thinwire.types import Told
 
 SHARE, LONGEST = 0.01, 10.0
 STEP_SECONDS = 0.02
@@ -114,3 +117,41 @@ def test_a_plan_that_is_fixed_is_not_worth_a_word() -> None:
         return any(pilot.tells_by_torch(step) for step in range(1000))
 
     assert ThreadWorld(2).run(program) == [False, False]
+
+
+CALM = Told(alpha_known=2, energy=2.0, energy_sent=0.4, timed=2, step_seconds=0.04, exchange_seconds=0.02)
+
+
+@pytest.mark.parametrize(
+    ("told", "view", "is_news"),
+    [
+        (CALM, View(took=0.02), False),
+        (CALM._replace(beta_known=1), View(took=0.02), True),
+        (CALM._replace(alpha_off=0.5), View(took=0.02), True),
+        (CALM._replace(step_seconds=0.1), View(took=0.02), True),
+        (CALM._replace(energy_sent=0.2), View(took=0.02), True),  # which the guard should know
+        (CALM, View(took=0.02, hope=Hope(FACTOR)), True),  # that costs something at every step
+        (CALM, View(took=0.2), True),  # and long steps are few
+    ],
+)
+def test_on_short_steps_only_news_is_taken_in_at_once(told: Told, view: View, is_news: bool) -> None:
+    link = ThreadWorld(2).links[0]
+    plan = complete("topk-allgather", 0.01)
+    pilot = Pilot(link, Prices(1000, 4, 2, ways(2, False)), Adaptive(), plan)
+    pilot.view, pilot.standing = view, Standing(plan=plan, seconds=view.took, gain=0.2)
+    pilot.tell(0, Told())
+    assert pilot.listens(told) == is_news
+
+
+def test_a_look_is_of_one_step_and_is_not_lost_by_saving() -> None:
+    link = ThreadWorld(2).links[0]
+    pilot = Pilot(link, Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
+    pilot.look(0, torch.ones(500))
+    pilot.look(0, torch.ones(500))
+    pilot.look(10, 3 * torch.ones(1000))
+    state = pilot.state_dict()
+    assert state["energy"] == pytest.approx(9000, rel=0.01)
+    resumed = Pilot(link, pilot.prices, Adaptive(), complete("dense", 1.0))
+    resumed.resume(Course.from_json(state))
+    told = Told(energy=1.0)
+    assert resumed.tell(11, told) == pilot.tell(11, told) and resumed.tell(12, told).kept > 0

@@ -142,15 +142,13 @@ class Monitor:
         self._step = 0
         self._trips: dict[int, deque[_Sample]] = {}
         self._delayed: dict[int, deque[_Sample]] = {}
-        self._queueing: deque[float] = deque(
-            maxlen=TRIPS_KEPT
-        )  # how much longer delayed round trips were, step by step
-        self._risen: deque[_Sample] = deque(
-            maxlen=IN_A_ROW_FOR_SURE
-        )  # how far above expectation, at each step that knows
+        # How much longer delayed round trips were, step by step, and how far above expectation, at each that knows.
+        self._queueing: deque[float] = deque(maxlen=TRIPS_KEPT)
+        self._risen: deque[_Sample] = deque(maxlen=IN_A_ROW_FOR_SURE)
         self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
         self._alpha: float | None = None  # what all these say together
         self._beta: float | None = None
+        self._beta_taken_at = 0
         self._far_looks = Counter[int]()  # at each peer, in a row that found it much farther away than the others
         self._doubts = 0  # how many rates in a row were far from what was believed
         self._doubted_at = 0  # the step of the last of them
@@ -182,7 +180,7 @@ class Monitor:
             self.be_restless()
         for watch, value, is_new in (
             (self._watches[0], alpha, any(trips[-1].step == self._step for trips in self._known_trips())),
-            (self._watches[1], beta, self.beta_is_new),
+            (self._watches[1], beta, self._rate_known_at == self._step),
         ):
             if value is not None and is_new and (change := watch.look(_Sample(self._step, now, value))):
                 changes.append(change)
@@ -226,10 +224,14 @@ class Monitor:
             return None
         return 1 / weighted_quantile([(sample.value, sample.weight) for sample in self._rates], 0.5)
 
+    def take_new_beta(self) -> float | None:
+        """Seconds per byte, if anything was learned about it since this was last asked for."""
+        is_new, self._beta_taken_at = self._rate_known_at > self._beta_taken_at, self._rate_known_at
+        return self._beta if is_new else None
+
     @property
-    def beta_is_new(self) -> bool:
-        """Whether the last step has told anything about it."""
-        return bool(self._rates) and self._rates[-1].step == self._step
+    def _rate_known_at(self) -> int:
+        return self._rates[-1].step if self._rates else 0
 
     @property
     def is_in_doubt(self) -> bool:

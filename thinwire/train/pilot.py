@@ -42,6 +42,7 @@ ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, 
 LISTEN_SECONDS = 0.1  # between two steps whose numbers are taken in
 LISTEN_EVERY = 4  # steps at most
 NEWS = 0.2  # of the latency, as told: by a quarter
+FALLEN = 0.7  # of the gain that was expected is so little that the guard should know at once
 
 log = logging.getLogger("thinwire")
 
@@ -168,8 +169,9 @@ class Pilot:
         with self._looking:
             # An odd number apart, so that rows of a power of two do not always show the same columns.
             part = Histogram.of(x[:: self.prices.numel // LOOKED_AT | 1].contiguous())
-        self._histogram = part if self._histogram is None else self._histogram + part
-        self._looked_at = step
+        if self._histogram is not None and step == self._looked_at:
+            part = self._histogram + part
+        self._histogram, self._looked_at = part, step
 
     def tell(self, step: int, told: Told) -> Told:
         """Add to what is told of the gradient what this rank knows of the network and of the last step."""
@@ -178,7 +180,9 @@ class Pilot:
         kept = self._kept[self._turn % len(CANDIDATES)] if self._kept else 0.0
         alpha_off, alpha_known = off(self.monitor.alpha_now(), self.view.alpha, START.alpha, ALPHAS)
         # An old rate is no rate: with little to send it may be long since anything was learned about it.
-        beta = self.monitor.beta_now() if self.monitor.beta_is_new or self.view.beta is None else None
+        beta = self.monitor.take_new_beta()
+        if self.view.beta is None:
+            beta = self.monitor.beta_now()
         beta_off, beta_known = off(beta, self.view.beta, START.beta, BETAS)
         self._asked = Seen(step, self._turn, self.plan, self._before, told)
         return told._replace(
@@ -205,10 +209,14 @@ class Pilot:
         took, expected = self.view.took, self.standing.seconds
         if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
             return True
-        if self._asked.step - self._heard_at >= min(LISTEN_EVERY, LISTEN_SECONDS / took):
+        if self.view.hope.is_open or self._asked.step - self._heard_at >= min(LISTEN_EVERY, LISTEN_SECONDS / took):
             return True
-        N, is_new = self.link.world_size, told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known
-        return is_new or (told.timed == N and _is_off(told.step_seconds / N, expected or took, ALARMING))
+        if told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known:
+            return True
+        if told.energy_sent < FALLEN * told.energy * (self.standing.gain or 0.0):
+            return True
+        N = self.link.world_size
+        return told.timed == N and _is_off(told.step_seconds / N, expected or took, ALARMING)
 
     def hear(self, told: Told, step: int) -> None:
         """Take in the sums of what all ranks told last, and decide for `step`. A decision may keep the plan."""
@@ -380,6 +388,7 @@ class Pilot:
     # --- for later
 
     def state_dict(self) -> dict[str, Any]:
+        self._digest_histogram()
         return {
             "view": self.view.to_json(),
             "standing": self.standing.to_json(),
