@@ -59,6 +59,47 @@ def test_when_it_has_gone_on_for_twice_as_long_there_is_a_reason_to_think_again(
     assert Adaptive().decide(KNOWN, standing_at(KNOWN, step=3000), 60_000, PRICES) is None
 
 
+def test_the_first_step_that_is_measured_is_a_reason_even_if_it_takes_what_was_guessed() -> None:
+    guess = KNOWN._replace(rest=None)
+    standing = standing_at(guess)
+    assert standing.guessed and Adaptive().decide(guess, standing, 5, PRICES) is None
+    decision = decided(guess._replace(rest=Running(guess.rest_seconds)), standing, 5)
+    assert decision.trigger.startswith("a step was measured")
+    assert not Adaptive().standing_after(decision, KNOWN).guessed
+
+
+@pytest.mark.parametrize("patience", [4, 5, 6, 10])
+@pytest.mark.parametrize("age", range(100, 104))
+def test_what_is_slow_to_change_is_noticed_at_whatever_step_there_is_word(patience: int, age: int) -> None:
+    controller = Adaptive(patience=patience)
+    standing = standing_at(KNOWN, controller)
+    assert "gain went" in decided(KNOWN._replace(gains=GainCurve(rate=0.2)), standing, age, controller).trigger
+
+
+def test_too_little_gain_is_a_reason_while_warming_up_too() -> None:
+    controller = Adaptive(warmup=5000, ratios=(0.001, 0.01), least_gain=0.2)
+    sent = KNOWN._replace(beta=8e-6)
+    standing = standing_at(sent, controller, step=4400)
+    assert standing.plan.exchange != "dense" and controller.decide(sent, standing, 4500, PRICES) is None
+    fallen = sent._replace(gains=GainCurve(rate=0.2))
+    decision = decided(fallen, standing, 4500, controller)
+    assert "under the least allowed" in decision.trigger and decision.plan.ratio > standing.plan.ratio
+
+
+@pytest.mark.parametrize("hope", [1, FACTOR])
+def test_only_what_is_ten_times_what_it_was_is_answered_before_it_has_settled(hope: int) -> None:
+    standing = standing_at(KNOWN._replace(hope=Hope(hope)))
+    for times, is_far in ((2, False), (9, False), (11, True), (1 / 11, True)):
+        moving = KNOWN._replace(beta=times * 8e-8, settling=1)
+        assert (Adaptive().decide(moving, standing, 100, PRICES) is not None) == is_far
+        assert Adaptive().decide(moving._replace(settling=0), standing, 100, PRICES) is not None
+
+
+def test_a_list_will_do_for_what_may_be_chosen() -> None:
+    as_lists = Adaptive(exchanges=["star-topk"], ratios=[0.01, 0.1])  # type: ignore[arg-type]
+    assert as_lists == Adaptive(exchanges=("star-topk",), ratios=(0.01, 0.1)) and hash(as_lists)
+
+
 def test_a_change_of_exactly_what_makes_one_is_one() -> None:
     view = KNOWN._replace(alpha=1.0)
     controller = Adaptive(change=0.5)

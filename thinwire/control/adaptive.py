@@ -166,10 +166,10 @@ class Adaptive:
         advantage: with "goodput", compress only where that is better than dense by this share: where it hardly pays it
             is not worth the delay.
         patience: leave a plan alone for at least so many steps.
-        least_gain: never choose a plan that sends a smaller share of the energy than this, and if the one in force
-            comes to send less, raise the ratio, if need be to dense. None for what was measured to be safe, which
-            rises where errors grow longer beside the gradient than they usually do (control/learning.py); and for
-            nothing where only seconds count.
+        least_gain: if the plan in force comes to send a smaller share of the energy than this, raise the ratio, if need
+            be to dense; and choose only what sends a quarter more than that. None for what was measured to be safe,
+            which rises where errors grow longer beside the gradient than they usually do (control/learning.py); and
+            for nothing where only seconds count.
         explore: how the gain at other ratios is known. "histogram": from one pass over the gradient's magnitudes and
             from what was sent, which costs nothing and disturbs nothing. "restore" is Tyagi & Swany's: each candidate
             is tried out for some steps, which are then undone; it needs a `thinwire.Explorer` in the loop.
@@ -202,13 +202,14 @@ class Adaptive:
         pareto.check_solver(self.solver)
         if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= DELAYS.keys():
             raise ValueError(f"exchanges must be some of {', '.join(DELAYS)}, got {self.exchanges!r}.")
+        for name in ("ratios", "exchanges"):  # a list will do as well
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.least_gain is not None and not 0 <= self.least_gain <= 1:
             raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain}.")
-        if self.warmup < 0 or self.patience < 1 or (self.horizon is not None and self.horizon < 1):
-            raise ValueError(
-                "warmup cannot be negative, patience and horizon are at least 1, "
-                f"got {self.warmup}, {self.patience}, {self.horizon}."
-            )
+        for name, least in (("warmup", 0), ("patience", 1), ("horizon", 1)):
+            number = getattr(self, name)
+            if not (name == "horizon" and number is None) and not (isinstance(number, int) and number >= least):
+                raise ValueError(f"{name} is a whole number of steps, at least {least}, got {number!r}.")
         for name in ("change", "gain_change", "time_change", "margin", "advantage"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)}.")
@@ -221,7 +222,7 @@ class Adaptive:
         ratios = self._ratios(step)
         learning = {exchange: self._learning(exchange, ratios, view, step) for exchange in self.exchanges}
         judged = list(self._all_judged(ratios, learning, standing.plan, view, view.assumed, prices))
-        affordable = self._affordable(ratios, learning, standing.plan, view, prices)
+        affordable = self._affordable(ratios, learning, standing.plan, view, prices, step)
         found = list(self._candidates(judged, affordable, view)) or list(self._candidates(judged, ALL, view))
         candidates = sorted(found, key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
@@ -272,7 +273,7 @@ class Adaptive:
     # --- when
 
     def _trigger(self, view: View, standing: Standing, step: int, prices: Prices) -> str | None:
-        if view.assumed is None:
+        if view.network is None or view.assumed is None:
             return None
         if standing.alpha is None or standing.beta is None or standing.seconds is None:
             return "the network was measured"
@@ -281,43 +282,48 @@ class Adaptive:
             return "warm-up"  # and once more when it is over, whenever that is heard of
         if not warming_up and not self._allows(standing.plan):
             return "the plan in force is out of bounds"
-        is_far = _is_far(standing.alpha, view.assumed.alpha) or _is_far(standing.beta, view.assumed.beta)
-        is_settling = 0 < view.settling < self.patience and (standing.hope > 1 or not is_far)
-        if step - standing.since < self.patience or is_settling:
-            return None
+        measured = standing.beta * standing.hope  # when it was decided
+        is_far = _is_far(standing.alpha, view.network.alpha) or _is_far(measured, view.network.beta)
+        is_settling = 0 < view.settling < self.patience and not is_far
         age = step - standing.since
+        if age < self.patience or is_settling:
+            return None
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
         change = self.change if is_rested else max(self.change, URGENT)
         if _changed(standing.alpha, view.assumed.alpha, change):
             return course_of_latency(standing.alpha, view.assumed.alpha)
         if _changed(standing.beta, view.assumed.beta, change):
-            seen = standing.beta * standing.hope  # when it was decided
-            last_seen = standing.hope > 1 and not _changed(seen, view.assumed.beta, change)
-            return course_of_rate(None if last_seen else seen, view.assumed.beta, view.hope.factor)
-        if warming_up:
-            return None
+            last_seen = standing.hope > 1 and not _changed(measured, view.assumed.beta, change)
+            return course_of_rate(None if last_seen else measured, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         least = self._least_gain(standing.plan.exchange, view)
         if gain < least:
             return f"gain would fall to {gain:.2g}, under the least allowed, {least:.2g}"
+        if warming_up:
+            return None
         if standing.gain is None:
             return "ratios were tried out"
-        if age % self.patience and standing.plan.collective != "torch":  # beside which there is seldom word
-            return None  # what follows is slow to change
-        now = self.judge(standing.plan, view, view.assumed, prices)
+        now = self.judge(standing.plan, view, view.assumed, prices, step)
         if not is_rested and age * now.seconds < PAUSE_SECONDS:
             return None
+        if standing.guessed and view.rest is not None:
+            return course_of_step(None, now.seconds)
+        return self._slow_trigger(now, standing, step)
+
+    def _slow_trigger(self, now: Candidate, standing: Standing, step: int) -> str | None:
+        """The plan in force as it is judged now, against what was expected of it."""
+        assert standing.gain is not None and standing.seconds is not None
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
-            return course_of_step(None if standing.guessed else standing.seconds, now.seconds)
-        if self._horizon(step) >= 2 * self._horizon(standing.since):
+            return course_of_step(standing.seconds, now.seconds)
+        if self.horizon is None and self._horizon(step) >= 2 * self._horizon(standing.since):
             return f"training has gone on for {step} steps"
         return None
 
     # --- what
 
-    def judge(self, plan: Plan, view: View, network: Network, prices: Prices, step: int = 0) -> Candidate:
+    def judge(self, plan: Plan, view: View, network: Network, prices: Prices, step: int) -> Candidate:
         """One plan by the present view, after so many steps."""
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
@@ -332,11 +338,13 @@ class Adaptive:
             if fits.any():
                 yield each.at(int(np.where(fits, each.costs, np.inf).argmin()))
 
-    def _affordable(self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices) -> Iterable[Any]:
+    def _affordable(
+        self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices, step: int
+    ) -> Iterable[Any]:
         """Of each way, the ratios that may be tried: all, but in hope only what would not hurt much without it."""
         if view.hope.factor == 1 or view.network is None or self.objective == "knee":
             return ALL
-        most = RISK * self.judge(plan, view, view.network, prices).seconds
+        most = RISK * self.judge(plan, view, view.network, prices, step).seconds
         return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.network, prices)]
 
     def _all_judged(
