@@ -182,8 +182,8 @@ def first_plan(network: Network, params: int, world_size: int) -> dict[str, Any]
         "params": params,
         "latency_ms": network.alpha * 1e3,
         "rate_mbit": 8e-6 / network.beta,
-        "exchange_ms": decision.seconds * 1e3,
-        "dense_ms": dense * 1e3,
+        "exchange_ms": (decision.seconds - decision.rest) * 1e3,
+        "dense_ms": (dense - decision.rest) * 1e3,
     }
 
 
