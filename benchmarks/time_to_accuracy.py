@@ -221,7 +221,7 @@ class Time(NamedTuple):
     def to(cls, curve: list[list[float]], target: float) -> Time:
         """When the accuracy first reached the target."""
         found = time_to(curve, target)
-        return cls(LIMIT, True) if found is None else cls(found)
+        return cls(LIMIT, True) if found is None or found > LIMIT else cls(found)
 
     @classmethod
     def mean(cls, times: list[Time]) -> Time:
