@@ -206,16 +206,16 @@ def beta_after(*steps: tuple[int, Stretch]) -> float:
     return value(monitor.beta())
 
 
-def test_what_was_learned_of_the_rate_is_taken_once() -> None:
+def test_what_was_learned_of_the_rate_is_new_until_it_was_told() -> None:
     monitor = Monitor(4)
-    assert monitor.take_new_beta() is None
+    assert not monitor.beta_is_new
     for _ in range(2):
         monitor.note(Reading(stretches=(Stretch(1_000_000, 0.05),)), 0)
         monitor.note(Reading(), 0)
-        assert monitor.take_new_beta() == pytest.approx(5e-8)
-        assert monitor.take_new_beta() is None
+        assert monitor.beta_is_new and monitor.beta_now() == pytest.approx(5e-8)
+        monitor.beta_was_told()
         monitor.note(Reading(), 0)
-        assert monitor.take_new_beta() is None and monitor.beta_now() == pytest.approx(5e-8)
+        assert not monitor.beta_is_new and monitor.beta_now() == pytest.approx(5e-8)
 
 
 def test_a_rate_that_falls_far_is_known_after_two_long_steps() -> None:

@@ -9,10 +9,11 @@ import torch
 
 from thinwire.control.adaptive import Adaptive, Standing
 from thinwire.control.hope import FACTOR, Hope
+from thinwire.control.monitor import Monitor
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import View
 from thinwire.exchange import complete
-from thinwire.link.base import Link
+from thinwire.link.base import Link, Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.pilot import Course, Pilot, Thrift
 from thinwire.types import Told
@@ -129,7 +130,8 @@ CALM = Told(alpha_known=2, energy=2.0, energy_sent=0.4, timed=2, step_seconds=0.
         (CALM._replace(beta_known=1), View(took=0.02), True),
         (CALM._replace(alpha_off=0.5), View(took=0.02), True),
         (CALM._replace(step_seconds=0.1), View(took=0.02), True),
-        (CALM._replace(energy_sent=0.2), View(took=0.02), True),  # which the guard should know
+        (CALM._replace(energy_sent=0.19), View(took=0.02), True),  # which the guard should know
+        (CALM, View(took=0.02, settling=1), True),
         (CALM, View(took=0.02, hope=Hope(FACTOR)), True),  # that costs something at every step
         (CALM, View(took=0.2), True),  # and long steps are few
     ],
@@ -155,3 +157,30 @@ def test_a_look_is_of_one_step_and_is_not_lost_by_saving() -> None:
     resumed.resume(Course.from_json(state))
     told = Told(energy=1.0)
     assert resumed.tell(11, told) == pilot.tell(11, told) and resumed.tell(12, told).kept > 0
+
+
+def test_a_rate_is_told_when_all_tell_theirs_and_at_once_if_it_is_another() -> None:
+    link = ThreadWorld(8).links[0]
+    pilot = Pilot(link, Prices(1000, 4, 8, ways(8, False)), Adaptive(), complete("topk-allgather", 0.01))
+
+    def told_after(beta: float, step: int) -> float:
+        pilot.monitor = Monitor(8, 0)
+        pilot.monitor.note(Reading(stretches=(Stretch(1_000_000, 1e6 * beta),)), 0)
+        return pilot.tell(step, Told()).beta_known
+
+    assert told_after(1e-8, 0) == 1  # nothing was agreed on yet
+    pilot.view, pilot._heard_at = View(beta=1e-8, took=0.02), 10
+    assert told_after(1.2e-8, 11) == 0 and told_after(1.2e-8, 14) == 1
+    assert told_after(2e-8, 11) == told_after(0.5e-8, 11) == 1
+    assert pilot.tell(14, Told()).beta_known == 0  # which was told already
+
+
+def test_who_decides_nothing_hopes_for_nothing() -> None:
+    link, plan = ThreadWorld(2).links[0], complete("topk-allgather", 0.01)
+    pilot = Pilot(link, Prices(100_000, 4, 2, ways(2, False)), None, plan)
+    pilot.view = View(alpha=1e-3, beta=1e-6)
+    for step in range(100):
+        pilot.note_step(0.01, 0.0)
+        pilot.tell(step, Told())
+        pilot.hear(Told(timed=2, step_seconds=0.2, exchange_seconds=0.02), step)
+        assert pilot.view.hope == Hope()

@@ -6,7 +6,8 @@ the sums ride on the next exchange, and all ranks move together:
     agreed <- agreed exp(g^-1(sum off_r / sum known_r)).
 If all see the same number, that is where they are after one step, however far it is. The scale makes it an estimate in
 Huber's sense (1964): a rank that is absurdly wrong drags N - 1 others along by a factor of at most exp(S / (N - 2)),
-1.6 for one of four and 1.17 for one of eight.
+1.6 for one of four and 1.17 for one of eight. Where fewer than half of the ranks know, those that are missing to a half
+count as if they had seen what was agreed: then a few move the others step by step, as often as they say it again.
 
 The result is rounded to seven digits, since mathematical libraries differ in the last: ranks on different machines then
 hold the same bits, and should they ever differ, the next steps bring them together again, as they do with all numbers
@@ -35,13 +36,12 @@ def off(own: float | None, agreed: float | None, start: float, believed: tuple[f
 
 
 def moved(
-    agreed: float | None, off_sum: float, known_sum: float, start: float, believed: tuple[float, float]
+    agreed: float | None, off_sum: float, known_sum: float, ranks: int, start: float, believed: tuple[float, float]
 ) -> float | None:
     """Where all ranks go, from the sums of what they told. Sums that cannot be, as from broken ranks, move nobody."""
     if not 1 <= known_sum < math.inf or not math.isfinite(off_sum):
         return agreed
-    mean = off_sum / known_sum
-    distance = mean if agreed is None else _heard(mean)
+    distance = off_sum / known_sum if agreed is None else _heard(off_sum / max(known_sum, ranks / 2))
     value = (start if agreed is None else agreed) * math.exp(min(FARTHEST, max(-FARTHEST, distance)))
     return rounded(min(believed[1], max(believed[0], value)))
 

@@ -148,7 +148,7 @@ class Monitor:
         self._rates: deque[_Sample] = deque(maxlen=STEPS_KEPT)
         self._alpha: float | None = None  # what all these say together
         self._beta: float | None = None
-        self._beta_taken_at = 0
+        self._beta_told_at = 0
         self._far_looks = Counter[int]()  # at each peer, in a row that found it much farther away than the others
         self._doubts = 0  # how many rates in a row were far from what was believed
         self._doubted_at = 0  # the step of the last of them
@@ -224,10 +224,13 @@ class Monitor:
             return None
         return 1 / weighted_quantile([(sample.value, sample.weight) for sample in self._rates], 0.5)
 
-    def take_new_beta(self) -> float | None:
-        """Seconds per byte, if anything was learned about it since this was last asked for."""
-        is_new, self._beta_taken_at = self._rate_known_at > self._beta_taken_at, self._rate_known_at
-        return self._beta if is_new else None
+    @property
+    def beta_is_new(self) -> bool:
+        """Whether anything was learned about it since it was last told."""
+        return self._rate_known_at > self._beta_told_at
+
+    def beta_was_told(self) -> None:
+        self._beta_told_at = self._rate_known_at
 
     @property
     def _rate_known_at(self) -> int:

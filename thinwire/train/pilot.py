@@ -20,6 +20,7 @@ from thinwire.compress.histogram import Histogram
 from thinwire.control.adaptive import Adaptive, Decision, Standing
 from thinwire.control.agreement import ALPHAS, BETAS, START, off
 from thinwire.control.gain import CANDIDATES
+from thinwire.control.hope import Hope
 from thinwire.control.monitor import Monitor
 from thinwire.control.prices import Prices
 from thinwire.control.view import Seen, View
@@ -42,7 +43,8 @@ ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, 
 LISTEN_SECONDS = 0.1  # between two steps whose numbers are taken in
 LISTEN_EVERY = 4  # steps at most
 NEWS = 0.2  # of the latency, as told: by a quarter
-FALLEN = 0.7  # of the gain that was expected is so little that the guard should know at once
+FALLEN = 0.5  # of the gain that was expected is so little that the guard should know at once
+ANOTHER_RATE = 1.5  # times what was agreed, or a share of it, is told without waiting for the others
 
 log = logging.getLogger("thinwire")
 
@@ -179,11 +181,7 @@ class Pilot:
         self._digest_histogram()
         kept = self._kept[self._turn % len(CANDIDATES)] if self._kept else 0.0
         alpha_off, alpha_known = off(self.monitor.alpha_now(), self.view.alpha, START.alpha, ALPHAS)
-        # An old rate is no rate: with little to send it may be long since anything was learned about it.
-        beta = self.monitor.take_new_beta()
-        if self.view.beta is None:
-            beta = self.monitor.beta_now()
-        beta_off, beta_known = off(beta, self.view.beta, START.beta, BETAS)
+        beta_off, beta_known = off(self._rate_to_tell(step), self.view.beta, START.beta, BETAS)
         self._asked = Seen(step, self._turn, self.plan, self._before, told)
         return told._replace(
             alpha_off=alpha_off,
@@ -193,6 +191,25 @@ class Pilot:
             kept=kept * told.energy,
             **self._times._asdict(),
         )
+
+    def _rate_to_tell(self, step: int) -> float | None:
+        """What this rank has learned about the rate, when all tell it; but at once where the network changes.
+
+        Only what is new: with little to send it may be long since anything was learned about it.
+        """
+        beta, agreed = self.monitor.beta_now(), self.view.beta
+        if beta is None or agreed is None:
+            return beta
+        is_urgent = self.view.settling or self.view.hope.is_open or _is_off(beta, agreed, ANOTHER_RATE)
+        if not self.monitor.beta_is_new or not (is_urgent or self._is_due(step)):
+            return None
+        self.monitor.beta_was_told()
+        return beta
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step's numbers will be taken in, whatever they are; the same on all ranks."""
+        took = self.view.took
+        return not took or step - self._heard_at >= min(LISTEN_EVERY, LISTEN_SECONDS / took)
 
     def _digest_histogram(self) -> None:
         histogram, self._histogram = self._histogram, None
@@ -209,7 +226,7 @@ class Pilot:
         took, expected = self.view.took, self.standing.seconds
         if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
             return True
-        if self.view.hope.is_open or self._asked.step - self._heard_at >= min(LISTEN_EVERY, LISTEN_SECONDS / took):
+        if self.view.settling or self.view.hope.is_open or self._is_due(self._asked.step):
             return True
         if told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known:
             return True
@@ -226,6 +243,8 @@ class Pilot:
 
     def _take_in(self, seen: Seen) -> None:
         self.view = self.view.after(seen, self.prices)
+        if self.controller is None:  # nobody would send more, so that no hope could come true
+            self.view = self.view._replace(hope=Hope())
         if self.records is not None:
             self.records.write("heard", **seen.to_json())
 
