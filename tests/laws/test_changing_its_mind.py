@@ -59,7 +59,7 @@ def test_a_gain_that_falls_below_what_is_safe_is_raised_again_and_stays_there(tm
     def program(link: ThreadLink) -> list[tuple[str, float]]:
         net, seen = a_net(20_000), []
         sync = Synchronizer(net, Adaptive(horizon=1000), link=link, records=path)
-        for number in range(240):
+        for number in range(400):
             generator = torch.Generator().manual_seed(1000 * number + link.rank)
             spread = torch.linspace(-3, 3, net.weight.numel()).exp() if number < 60 else torch.ones(net.weight.numel())
             link.compute(0.02)

@@ -33,6 +33,10 @@ def test_a_rate_that_falls_while_more_is_hoped_for_is_said_to_have_fallen() -> N
     fallen = KNOWN._replace(beta=20 * 8e-8)
     assert decided(fallen, standing).trigger == "rate went from 100 Mbit/s to 5 Mbit/s"
     assert decided(KNOWN, standing).trigger == "the rate is taken as it was last seen, 100 Mbit/s"
+    came_true = KNOWN._replace(beta=8e-8 / FACTOR)
+    decision = decided(came_true, standing)
+    assert decision.trigger == "the rate is what was hoped for, 800 Mbit/s" and decision.hope == 1
+    assert Adaptive().decide(came_true, Adaptive().standing_after(decision, came_true), 200, PRICES) is None
 
 
 def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
@@ -63,9 +67,10 @@ def test_the_first_step_that_is_measured_is_a_reason_even_if_it_takes_what_was_g
     guess = KNOWN._replace(rest=None)
     standing = standing_at(guess)
     assert standing.guessed and Adaptive().decide(guess, standing, 5, PRICES) is None
-    decision = decided(guess._replace(rest=Running(guess.rest_seconds)), standing, 5)
+    measured = guess._replace(rest=Running(guess.rest_seconds))
+    decision = decided(measured, standing, 5)
     assert decision.trigger.startswith("a step was measured")
-    assert not Adaptive().standing_after(decision, KNOWN).guessed
+    assert Adaptive().decide(measured, Adaptive().standing_after(decision, measured), 10, PRICES) is None
 
 
 @pytest.mark.parametrize("patience", [4, 5, 6, 10])

@@ -22,7 +22,7 @@ from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
 from thinwire.control.prices import Prices, Way
 from thinwire.control.view import Floats, View, way_of
-from thinwire.control.wording import course_of_latency, course_of_rate, course_of_step
+from thinwire.control.wording import course_of_latency, course_of_step, rate_of
 from thinwire.types import Network, Plan
 
 OBJECTIVES = ("goodput", "seconds", "knee")
@@ -88,8 +88,8 @@ class Decision:
     Attributes:
         step: the first step that runs by it.
         trigger: what had changed, in words.
-        alpha, beta: the network as it was measured.
-        hope: times the rate that was measured is what was decided for (control/hope.py).
+        alpha, beta: the network as it was known.
+        hope: times that rate is what was decided for (control/hope.py).
         rest: the seconds of a step outside its exchange.
         compress: what of `seconds` is our own computing.
         candidates: every way at its best ratio, and what was chosen, the best first.
@@ -123,7 +123,7 @@ class Standing:
     """The plan in force, and what was known when it was chosen.
 
     Attributes:
-        beta: what was decided for: what was measured then, divided by `hope`.
+        beta: what was decided for: what was known then, divided by `hope`.
         guessed: no step had been measured yet, so `seconds` counts what is usual for computing.
     """
 
@@ -282,8 +282,8 @@ class Adaptive:
             return "warm-up"  # and once more when it is over, whenever that is heard of
         if not warming_up and not self._allows(standing.plan):
             return "the plan in force is out of bounds"
-        measured = standing.beta * standing.hope  # when it was decided
-        is_far = _is_far(standing.alpha, view.network.alpha) or _is_far(measured, view.network.beta)
+        known = standing.beta * standing.hope  # when it was decided
+        is_far = _is_far(standing.alpha, view.network.alpha) or _is_far(known, view.network.beta)
         is_settling = 0 < view.settling < self.patience and not is_far
         age = step - standing.since
         if age < self.patience or is_settling:
@@ -292,9 +292,8 @@ class Adaptive:
         change = self.change if is_rested else max(self.change, URGENT)
         if _changed(standing.alpha, view.assumed.alpha, change):
             return course_of_latency(standing.alpha, view.assumed.alpha)
-        if _changed(standing.beta, view.assumed.beta, change):
-            last_seen = standing.hope > 1 and not _changed(measured, view.assumed.beta, change)
-            return course_of_rate(None if last_seen else measured, view.assumed.beta, view.hope.factor)
+        if view.hope.factor < standing.hope or _changed(standing.beta, view.assumed.beta, change):
+            return self._course_of_rate(standing.beta, standing.hope, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         least = self._least_gain(standing.plan.exchange, view)
         if gain < least:
@@ -309,6 +308,15 @@ class Adaptive:
         if standing.guessed and view.rest is not None:
             return course_of_step(None, now.seconds)
         return self._slow_trigger(now, standing, step)
+
+    def _course_of_rate(self, before: float, hope_before: int, now: float, hope: int) -> str:
+        if hope > 1:
+            return f"nobody has seen the rate for a while, and it may be {rate_of(now)} by now"
+        if hope_before > 1 and not _changed(before, now, self.change):
+            return f"the rate is what was hoped for, {rate_of(now)}"
+        if hope_before > 1 and not _changed(before * hope_before, now, self.change):
+            return f"the rate is taken as it was last seen, {rate_of(now)}"
+        return f"rate went from {rate_of(before * hope_before)} to {rate_of(now)}"
 
     def _slow_trigger(self, now: Candidate, standing: Standing, step: int) -> str | None:
         """The plan in force as it is judged now, against what was expected of it."""

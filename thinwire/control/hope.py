@@ -7,7 +7,7 @@ for FACTOR times the rate: much, so that it soon shows whether it is true.
 
 If more is then sent, the rate may be seen. If not, how much longer exchanges take than those before tells whether the
 hope has come true, and then that is the rate, and there may be more to hope for; or was in vain, and then it is done
-half as readily. Steps are those whose numbers were taken in.
+half as readily. Steps are those whose numbers were taken in, which is all of them while something is hoped for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Hope(NamedTuple):
     """See the module. All times in seconds.
 
     Attributes:
-        factor: times the rate that was last seen is what to decide for: 1 or FACTOR.
+        factor: times the rate that is known is what to decide for: 1 or FACTOR.
         steps: since it was seen, or since there was hope.
         patience: for how many steps to hope for nothing without a reason.
         evidence: log odds that the rate has lately become `factor` times what it was, and is not what it was (Wald

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
 from thinwire.control.computing import MESSAGE, compress_seconds
 from thinwire.control.gain import CANDIDATES, GainCurve
-from thinwire.control.hope import Hope
+from thinwire.control.hope import MOST_PATIENCE, Hope
 from thinwire.control.prices import Prices, Way
 from thinwire.types import Network, Plan, Told
 
@@ -151,6 +151,7 @@ class View(NamedTuple):
     """See the module. All times in seconds; None where nothing is known yet.
 
     Attributes:
+        alpha, beta: the network as it was seen, or as it was hoped to be when that came true.
         settling: for how many steps latency or rate have been on the move; here and below steps are those heard of.
         took: the last step that was told of.
         rest: a step without its exchange.
@@ -205,12 +206,13 @@ class View(NamedTuple):
         told = seen.told
         if told.not_finite > 0 or not all(map(math.isfinite, told)):
             return self
-        alpha = moved(self.alpha, told.alpha_off, told.alpha_known, START.alpha, ALPHAS)
-        beta = moved(self.beta, told.beta_off, told.beta_known, START.beta, BETAS)
+        N = prices.world_size
+        alpha = moved(self.alpha, told.alpha_off, told.alpha_known, N, START.alpha, ALPHAS)
+        beta = moved(self.beta, told.beta_off, told.beta_known, N, START.beta, BETAS)
         view = self._replace(alpha=alpha, beta=beta)
         if told.energy > 0:
             view = view._with_gain(seen)
-        if seen.before is not None and told.timed == prices.world_size:
+        if seen.before is not None and told.timed == N:
             if told.step_seconds >= told.exchange_seconds > 0 and told.overlap_seconds >= 0:
                 view = view._with_times(seen.before, told, prices)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
@@ -263,16 +265,17 @@ class View(NamedTuple):
         price = prices.seconds(way, plan.ratio, network)
         waited = float(self.exposed(way, np.array(price), network, prices))
         beyond = exchange - compress - waited - self.handling(way, prices)
-        hope = self.hope
+        hope, usual = self.hope, self._usual_extra(way, WELL_KNOWN)
         if rate_is_new:
             hope = hope.after_a_look()
-        elif way.collective == "torch":  # which shows nothing
+        elif way.collective == "torch" or (hope.is_open and usual is None):  # which shows nothing
             hope = hope.after_silence()
         else:
             moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
-            usual = self._usual_extra(way, WELL_KNOWN)
             late = 0.0 if usual is None else beyond - usual.value
             hope = hope.after_an_exchange(late, moving, NOTICEABLE * exchange)
+        if hope.has_come_true:
+            return self._with_its_hope_come_true(way)
         extras, held_back = dict(self.extra), self.held_back
         if not hope.is_open:  # or it may be the rate that is not what it is held to be
             held_back = (*held_back, Beyond(str(way), round(beyond, 12), network.alpha, network.beta))
@@ -282,14 +285,14 @@ class View(NamedTuple):
             if oldest.is_of(network):
                 known = extras.get(oldest.way)
                 extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
-        view = self._replace(hope=hope, extra=extras, held_back=held_back)
-        return view._with_its_hope_come_true() if hope.has_come_true else view
+        return self._replace(hope=hope, extra=extras, held_back=held_back)
 
-    def _with_its_hope_come_true(self) -> View:
-        """What was assumed is known now. Nothing else changes: what was learned meanwhile was learned of that."""
-        network = self.assumed
-        assert network is not None
-        return self._replace(beta=network.beta, hope=Hope(), learned_on=network)
+    def _with_its_hope_come_true(self, way: Way) -> View:
+        """The rate is what was assumed, on which everything is to be learned anew. Nobody has seen it, so beware."""
+        assert self.assumed is not None
+        extras = {name: Running(running.value) for name, running in self.extra.items() if name == str(way)}
+        hope = Hope(patience=MOST_PATIENCE)
+        return self._replace(beta=self.assumed.beta, hope=hope, learned_on=self.assumed, extra=extras, held_back=())
 
     # --- what follows from it
 

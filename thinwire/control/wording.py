@@ -25,15 +25,6 @@ def course_of_latency(before: float, now: float) -> str:
     return f"latency went from {short(before)} to {short(now)}"
 
 
-def course_of_rate(before: float | None, now: float, hope: int) -> str:
-    """From one that was measured, or else from one that was hoped for, to one that is if there is no hope in it."""
-    if hope > 1:
-        return f"nobody has seen the rate for a while, and it may be {rate_of(now)} by now"
-    if before is None:
-        return f"the rate is taken as it was last seen, {rate_of(now)}"
-    return f"rate went from {rate_of(before)} to {rate_of(now)}"
-
-
 def course_of_step(before: float | None, now: float) -> str:
     """
     >>> course_of_step(0.1, 2.0), course_of_step(None, 0.0049)
