@@ -157,7 +157,7 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         net, seen = a_net(200_000), link.read_out
         sync = Synchronizer(net, link=link, records=path)
         link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
-        for number in range(3 * (PATIENCE + 10)):  # of which every third is taken in
+        for number in range(PATIENCE + 10):
             step(sync, net, number, seconds=0.02)
             if sync._pilot.standing.hope > 1:
                 break
@@ -181,9 +181,8 @@ def test_where_steps_are_short_and_nothing_is_new_only_some_are_taken_in(
     path = tmp_path / "run.jsonl"
 
     def program(link: ThreadLink) -> None:
-        net, seen = a_net(200_000), link.read_out
+        net = a_net(200_000)
         sync = Synchronizer(net, link=link, records=path)
-        link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
         for number in range(100):
             if number == 90:
                 link.world.wire.network = Network(alpha=0.1, beta=8e-8)
@@ -191,11 +190,9 @@ def test_where_steps_are_short_and_nothing_is_new_only_some_are_taken_in(
         sync.close()
 
     ThreadWorld(3, Network(alpha=1e-2, beta=8e-8)).run(program)
-    written = list(records.read(path))
-    heard = [record["step"] for record in written if record["kind"] == "heard" and record["step"] > 20]
-    hoped = [record["step"] for record in written if record["kind"] == "decision" and record["hope"] > 1]
-    calm = [step for step in heard if step < min(hoped, default=90)]
-    assert len(calm) >= 8 and {after - before for before, after in itertools.pairwise(calm)} == {every}
+    heard = [record["step"] for record in records.read(path) if record["kind"] == "heard" and record["step"] > 20]
+    calm = [step for step in heard if step < 90]
+    assert {after - before for before, after in itertools.pairwise(calm)} == {every}
     assert list(range(95, 100)) == [step for step in heard if step >= 95]  # since steps take far longer than expected
 
 

@@ -81,6 +81,12 @@ def test_what_is_slow_to_change_is_noticed_at_whatever_step_there_is_word(patien
     assert "gain went" in decided(KNOWN._replace(gains=GainCurve(rate=0.2)), standing, age, controller).trigger
 
 
+def test_what_was_tried_out_in_vain_is_left_at_once() -> None:
+    standing = standing_at(KNOWN._replace(hope=Hope(FACTOR)), step=100)
+    assert Adaptive().decide(KNOWN._replace(hope=Hope(FACTOR)), standing, 102, PRICES) is None
+    assert "as it was last seen" in decided(KNOWN._replace(settling=1), standing, 102).trigger
+
+
 def test_too_little_gain_is_a_reason_while_warming_up_too() -> None:
     controller = Adaptive(warmup=5000, ratios=(0.001, 0.01), least_gain=0.2)
     sent = KNOWN._replace(beta=8e-6)
@@ -93,9 +99,10 @@ def test_too_little_gain_is_a_reason_while_warming_up_too() -> None:
 
 @pytest.mark.parametrize("hope", [1, FACTOR])
 def test_only_what_is_ten_times_what_it_was_is_answered_before_it_has_settled(hope: int) -> None:
-    standing = standing_at(KNOWN._replace(hope=Hope(hope)))
+    view = KNOWN._replace(hope=Hope(hope))
+    standing = standing_at(view)
     for times, is_far in ((2, False), (9, False), (11, True), (1 / 11, True)):
-        moving = KNOWN._replace(beta=times * 8e-8, settling=1)
+        moving = view._replace(beta=times * 8e-8, settling=1)
         assert (Adaptive().decide(moving, standing, 100, PRICES) is not None) == is_far
         assert Adaptive().decide(moving._replace(settling=0), standing, 100, PRICES) is not None
 

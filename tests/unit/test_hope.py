@@ -51,3 +51,11 @@ def test_over_exchanges_that_tell_nothing_it_is_given_up_after_a_while() -> None
 
 def test_where_nothing_is_hoped_for_silence_is_no_reason_to() -> None:
     assert Hope().after_silence() == Hope()
+
+
+def test_steps_that_nobody_heard_of_count_for_how_long_a_rate_was_not_seen() -> None:
+    hope = Hope()
+    for _ in range(PATIENCE // 4 - 1):
+        hope = hope.after_an_exchange(0.0, 0.0, 1.0, steps=4)
+        assert hope.factor == 1
+    assert hope.after_an_exchange(0.0, 0.0, 1.0, steps=4).factor == FACTOR

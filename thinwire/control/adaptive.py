@@ -165,7 +165,7 @@ class Adaptive:
         margin: and change the plan only if the new one is better by this share.
         advantage: with "goodput", compress only where that is better than dense by this share: where it hardly pays it
             is not worth the delay.
-        patience: leave a plan alone for at least so many steps.
+        patience: leave a plan alone for at least so many steps, unless it was tried out in vain.
         least_gain: if the plan in force comes to send a smaller share of the energy than this, raise the ratio, if need
             be to dense; and choose only what sends a quarter more than that. None for what was measured to be safe,
             which rises where errors grow longer beside the gradient than they usually do (control/learning.py); and
@@ -285,14 +285,14 @@ class Adaptive:
         known = standing.beta * standing.hope  # when it was decided
         is_far = _is_far(standing.alpha, view.network.alpha) or _is_far(known, view.network.beta)
         is_settling = 0 < view.settling < self.patience and not is_far
-        age = step - standing.since
-        if age < self.patience or is_settling:
+        age, has_hope_ended = step - standing.since, view.hope.factor < standing.hope
+        if (age < self.patience or is_settling) and not has_hope_ended:
             return None
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
         change = self.change if is_rested else max(self.change, URGENT)
         if _changed(standing.alpha, view.assumed.alpha, change):
             return course_of_latency(standing.alpha, view.assumed.alpha)
-        if view.hope.factor < standing.hope or _changed(standing.beta, view.assumed.beta, change):
+        if has_hope_ended or _changed(standing.beta, view.assumed.beta, change):
             return self._course_of_rate(standing.beta, standing.hope, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         least = self._least_gain(standing.plan.exchange, view)

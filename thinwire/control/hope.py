@@ -7,7 +7,7 @@ for FACTOR times the rate: much, so that it soon shows whether it is true.
 
 If more is then sent, the rate may be seen. If not, how much longer exchanges take than those before tells whether the
 hope has come true, and then that is the rate, and there may be more to hope for; or was in vain, and then it is done
-half as readily. Steps are those whose numbers were taken in, which is all of them while something is hoped for.
+half as readily.
 """
 
 from __future__ import annotations
@@ -58,28 +58,30 @@ class Hope(NamedTuple):
         """The rate was seen, and is what it was."""
         return self._replace(steps=0, evidence=0.0) if self.factor == 1 else self._in_vain()
 
-    def after_silence(self) -> Hope:
+    def after_silence(self, steps: int = 1) -> Hope:
         """An exchange tells nothing, so that a hope can only be given up after a while."""
         if self.factor == 1:
             return self
-        return self._in_vain() if self.steps + 1 >= PATIENCE else self._replace(steps=self.steps + 1)
+        return self._in_vain() if self.steps + steps >= PATIENCE else self._replace(steps=self.steps + steps)
 
-    def after_an_exchange(self, late: float, moving: float, noise: float) -> Hope:
+    def after_an_exchange(self, late: float, moving: float, noise: float, steps: int = 1) -> Hope:
         """An exchange ended so much later than expected, and moving its bytes was expected to take so long.
 
         Args:
             noise: the deviation of what an exchange takes.
+            steps: since the last one that was heard of.
         """
+        hope = self._replace(steps=self.steps + steps)
         if self.factor == 1:
-            return self._with_a_hint(_odds(-moving / 2, late, noise), moving, shows=moving / 2 > noise)
-        return self._with_a_trial(late, moving, noise)
+            return hope._with_a_hint(_odds(-moving / 2, late, noise), moving, shows=moving / 2 > noise)
+        return hope._with_a_trial(late, moving, noise)
 
     def _with_a_hint(self, odds: float, moving: float, shows: bool) -> Hope:
-        evidence, steps = max(0.0, rounded(self.evidence + odds)), self.steps + 1
+        evidence = max(0.0, rounded(self.evidence + odds))
         needed = SURE if self.patience == PATIENCE else SURER
-        if evidence >= needed or steps >= (MOST_PATIENCE if shows else self.patience):
+        if evidence >= needed or self.steps >= (MOST_PATIENCE if shows else self.patience):
             return Hope(FACTOR, patience=self.patience, moved=rounded(moving / FACTOR))
-        return self._replace(evidence=evidence, steps=steps)
+        return self._replace(evidence=evidence)
 
     def _with_a_trial(self, late: float, moving: float, noise: float) -> Hope:
         """If what is hoped for is true, it has come about lately, and exchanges of all plans take what is expected.
@@ -91,9 +93,9 @@ class Hope(NamedTuple):
         lately = rounded(self.evidence - _odds(more * moving, late, noise))
         long_ago = rounded(self.long_ago - _odds(more * (moving - self.moved), late - more * self.moved, noise))
         best = max(lately, long_ago)
-        if best <= IN_VAIN or (best < SURE and self.steps + 1 >= PATIENCE):
+        if best <= IN_VAIN or (best < SURE and self.steps >= PATIENCE):
             return self._in_vain()
-        return self._replace(evidence=lately, long_ago=long_ago, steps=self.steps + 1)
+        return self._replace(evidence=lately, long_ago=long_ago)
 
     def _in_vain(self) -> Hope:
         return Hope(patience=min(2 * self.patience, MOST_PATIENCE))

@@ -152,7 +152,8 @@ class View(NamedTuple):
 
     Attributes:
         alpha, beta: the network as it was seen, or as it was hoped to be when that came true.
-        settling: for how many steps latency or rate have been on the move; here and below steps are those heard of.
+        step: the last one that was heard of.
+        settling: for how many of these in a row latency or rate have been on the move.
         took: the last step that was told of.
         rest: a step without its exchange.
         overlap: in which backward() computes while parts of the gradient are there already.
@@ -170,6 +171,7 @@ class View(NamedTuple):
 
     alpha: float | None = None
     beta: float | None = None
+    step: int = -1
     settling: int = 0
     took: float | None = None
     rest: Running | None = None
@@ -209,12 +211,12 @@ class View(NamedTuple):
         N = prices.world_size
         alpha = moved(self.alpha, told.alpha_off, told.alpha_known, N, START.alpha, ALPHAS)
         beta = moved(self.beta, told.beta_off, told.beta_known, N, START.beta, BETAS)
-        view = self._replace(alpha=alpha, beta=beta)
+        view = self._replace(alpha=alpha, beta=beta, step=seen.step)
         if told.energy > 0:
             view = view._with_gain(seen)
         if seen.before is not None and told.timed == N:
             if told.step_seconds >= told.exchange_seconds > 0 and told.overlap_seconds >= 0:
-                view = view._with_times(seen.before, told, prices)
+                view = view._with_times(seen.before, told, max(1, seen.step - self.step), prices)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
         return view._replace(settling=self.settling + 1 if moving else 0)
 
@@ -231,7 +233,7 @@ class View(NamedTuple):
         strain = rounded(self.strain * math.pow(strain / self.strain, NEWEST_STRAIN))
         return self._replace(gains=gains, strain=strain)
 
-    def _with_times(self, plan: Plan, told: Told, prices: Prices) -> View:
+    def _with_times(self, plan: Plan, told: Told, steps: int, prices: Prices) -> View:
         N, rate_is_new = prices.world_size, told.beta_known > 0
         step, exchange, compress = told.step_seconds / N, told.exchange_seconds / N, told.compress_seconds / N
         way, factors = way_of(plan), dict(self.compress)
@@ -245,7 +247,8 @@ class View(NamedTuple):
             last_share=min(1.0, max(0.0, rounded(told.last_share / N))),
             compress=factors,
         )
-        return view._on_this_network(way, rate_is_new)._with_beyond(plan, exchange, compress, rate_is_new, prices)
+        view = view._on_this_network(way, rate_is_new)
+        return view._with_beyond(plan, exchange, compress, rate_is_new, steps, prices)
 
     def _on_this_network(self, way: Way, rate_is_new: bool) -> View:
         """Without what was learned of other ways on another one."""
@@ -257,7 +260,9 @@ class View(NamedTuple):
             extras = {name: Running(running.value) for name, running in extras.items()}
         return self._replace(learned_on=self.network, hope=Hope(), extra=extras)
 
-    def _with_beyond(self, plan: Plan, exchange: float, compress: float, rate_is_new: bool, prices: Prices) -> View:
+    def _with_beyond(
+        self, plan: Plan, exchange: float, compress: float, rate_is_new: bool, steps: int, prices: Prices
+    ) -> View:
         way, network = way_of(plan), self.assumed
         if network is None:
             return self
@@ -269,11 +274,11 @@ class View(NamedTuple):
         if rate_is_new:
             hope = hope.after_a_look()
         elif way.collective == "torch" or (hope.is_open and usual is None):  # which shows nothing
-            hope = hope.after_silence()
+            hope = hope.after_silence(steps)
         else:
             moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
             late = 0.0 if usual is None else beyond - usual.value
-            hope = hope.after_an_exchange(late, moving, NOTICEABLE * exchange)
+            hope = hope.after_an_exchange(late, moving, NOTICEABLE * exchange, steps)
         if hope.has_come_true:
             return self._with_its_hope_come_true(way)
         extras, held_back = dict(self.extra), self.held_back
@@ -362,6 +367,7 @@ class View(NamedTuple):
         return {
             "alpha": self.alpha,
             "beta": self.beta,
+            "step": self.step,
             "settling": self.settling,
             "took": self.took,
             "rest": plain(self.rest),
@@ -390,6 +396,7 @@ class View(NamedTuple):
         return cls(
             alpha=None if state["alpha"] is None else float(state["alpha"]),
             beta=None if state["beta"] is None else float(state["beta"]),
+            step=int(state["step"]),
             settling=int(state["settling"]),
             took=None if state["took"] is None else float(state["took"]),
             rest=running(state["rest"]),

@@ -31,7 +31,7 @@ from thinwire.train.rehearsal import rehearse
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 _STEPS_COMPARED = 16
 _STEPS_UNEXPLORED = 100
 _SENT_SECONDS = 1.0  # between two records of what was sent of each parameter, at least
