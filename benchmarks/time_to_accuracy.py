@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a run may last")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--worker")
     arguments = parser.parse_args()
@@ -103,7 +104,7 @@ def main() -> None:
         for seed, network in itertools.product(range(arguments.seeds), arguments.networks.split(",")):
             methods = ["ddp"] if network == REFERENCE else arguments.methods.split(",")
             missing = [method for method in methods if f"{network} {method} {seed}" not in kept["runs"]]
-            for method, result in runs(network, missing, seed):
+            for method, result in runs(network, missing, seed, arguments.limit):
                 kept["runs"][f"{network} {method} {seed}"] = result
                 kept |= {"command": "python benchmarks/time_to_accuracy.py", "date": f"{date.today()}"}
                 kept |= describe_machine()
@@ -113,7 +114,7 @@ def main() -> None:
     print(text, end="")
 
 
-def runs(network: str, methods: list[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def runs(network: str, methods: list[str], seed: int, limit: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Train by all methods in turns; give of each its accuracies over time, and what was decided."""
     if not methods:
         return
@@ -123,7 +124,7 @@ def runs(network: str, methods: list[str], seed: int) -> Iterator[tuple[str, dic
     first = replace(schedule, changes=tuple(change for change in schedule.changes if change.at == 0), repeat=0.0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Lab(HOSTS, first, seed=seed) as lab:
         lasting = {"ddp": 1.5 * SECONDS} if network == REFERENCE else {"adaptive": SECONDS}
-        config = json.dumps({"methods": methods, "lasting": lasting, "seed": seed, "folder": folder})
+        config = json.dumps({"methods": methods, "lasting": lasting, "limit": limit, "seed": seed, "folder": folder})
         over = threading.Event()
         player = threading.Thread(target=play, args=(lab, schedule, Path(folder), over), daemon=True)
         player.start()
@@ -189,7 +190,7 @@ def until(true: Callable[[], bool]) -> None:
 def table(runs: dict[str, Any]) -> str:
     """Seconds to each target, the mean over seeds, and how adaptive does.
 
-    Where some seed never came there its time counts as the limit, and the mean is said to be over what it is.
+    Where some seed never came there its time counts as its limit, and the mean is said to be over what it is.
     """
     lines = [
         f"| network | method | seeds | steps | {' | '.join(f'{t:.1%}' for t in TARGETS)} | mean | last |",
@@ -199,7 +200,7 @@ def table(runs: dict[str, Any]) -> str:
     for network, method in itertools.product(NETWORKS, METHODS):
         found = [result for name, result in runs.items() if name.split()[:2] == [network, method]]
         if found and network != REFERENCE:
-            times = [Time.mean([Time.to(each["accuracy"], t) for each in found]) for t in TARGETS]
+            times = [Time.mean([Time.to(each["accuracy"], t, each["limit"]) for each in found]) for t in TARGETS]
             means[network, method] = Time.mean(times)
             last = statistics.mean(result["accuracy"][-1][1] for result in found)
             steps = statistics.mean(result["steps"] for result in found)
@@ -218,10 +219,10 @@ class Time(NamedTuple):
         return f"{'over ' if self.is_over else ''}{self.seconds:.1f}"
 
     @classmethod
-    def to(cls, curve: list[list[float]], target: float) -> Time:
+    def to(cls, curve: list[list[float]], target: float, limit: float) -> Time:
         """When the accuracy first reached the target."""
         found = time_to(curve, target)
-        return cls(LIMIT, True) if found is None or found > LIMIT else cls(found)
+        return cls(limit, True) if found is None or found > limit else cls(found)
 
     @classmethod
     def mean(cls, times: list[Time]) -> Time:
@@ -267,13 +268,14 @@ def time_to(curve: list[list[float]], target: float) -> float | None:
 # --- on the hosts
 
 
-def train_all(methods: list[str], lasting: dict[str, float], seed: int, folder: str) -> None:
+def train_all(methods: list[str], lasting: dict[str, float], limit: float, seed: int, folder: str) -> None:
     """By all methods in turns. What belongs to one is kept to the end: torch's destructors may wait for each other."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     data, test = fashion("train"), fashion("t10k")
     warm_up(data)
-    training = [Training(method, lasting.get(method, 0.0), seed, data, test, Path(folder)) for method in methods]
+    limits = {method: (lasting.get(method, 0.0), limit) for method in methods}
+    training = [Training(method, *limits[method], seed, data, test, Path(folder)) for method in methods]
     _kept_to_the_end.extend(training)
     turn = itertools.count()
     while training:
@@ -296,8 +298,11 @@ def warm_up(data: Examples) -> None:
 class Training:
     """One run on this host, and on the first what comes of it."""
 
-    def __init__(self, method: str, least: float, seed: int, data: Examples, test: Examples, folder: Path) -> None:
-        self.method, self.least, self.data, self.test, self.folder = method, least, data, test, folder
+    def __init__(
+        self, method: str, least: float, limit: float, seed: int, data: Examples, test: Examples, folder: Path
+    ) -> None:
+        self.method, self.data, self.test, self.folder = method, data, test, folder
+        self.least, self.limit = least, limit
         self.rank, self.group = dist.get_rank(), dist.new_group()
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(net(), bucket_cap_mb=100, process_group=self.group)
@@ -349,7 +354,7 @@ class Training:
         if self.rank == 0:
             self._draw_curve()
             arrived = time_to(self.curve, TARGETS[-1]) is not None
-            limit = SECONDS if self.steps < LEAST_STEPS else LIMIT
+            limit = min(SECONDS, self.limit) if self.steps < LEAST_STEPS else self.limit
             over[0] = self.clock > self.least and (arrived or self.clock > limit)
         dist.broadcast(over, 0)
         if over and self.comm is not None:
@@ -357,6 +362,7 @@ class Training:
         if over and self.rank == 0:
             result = {
                 "steps": self.steps,
+                "limit": self.limit,
                 "accuracy": self.curve,
                 "plans": self.plans,
                 "decisions": decisions(self.folder / f"{self.method}.records"),
