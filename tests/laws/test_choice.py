@@ -50,13 +50,17 @@ def test_but_where_it_cannot_hide_enough_it_is_compressed_all_the_same() -> None
 
 def test_a_hope_is_not_tried_out_at_any_price() -> None:
     prices, controller = Prices(2_000_000, 4, 4, ways(4, has_group=False)), Adaptive(horizon=60)
-    known = View(alpha=A_LINE.alpha, beta=A_LINE.beta, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))
+    known = View(alpha=A_LINE.alpha, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))
+    known = known._replace(beta=A_LINE.beta, seen_beta=A_LINE.beta)
     first = controller.decide(known, Standing(plan=complete("dense", 1.0, "ring")), 0, prices)
     assert first is not None and first.plan.exchange != "dense"
     standing = controller.standing_after(first, known)
     tried = controller.decide(known._replace(hope=Hope(FACTOR)), standing, 100, prices)
     assert tried is not None and tried.hope == FACTOR
-    seen = controller.decide(known._replace(beta=A_LINE.beta / FACTOR), standing, 100, prices)
+    came_true = known._replace(beta=A_LINE.beta / FACTOR)  # but nobody has seen it
+    believed = controller.decide(came_true, standing, 100, prices)
+    assert believed is not None and believed.plan == tried.plan
+    seen = controller.decide(came_true._replace(seen_beta=A_LINE.beta / FACTOR), standing, 100, prices)
     assert seen is not None and seen.plan.ratio > tried.plan.ratio > first.plan.ratio
     in_vain = controller.judge(tried.plan, known, A_LINE, prices, 100).seconds
     assert in_vain <= RISK * controller.judge(first.plan, known, A_LINE, prices, 100).seconds

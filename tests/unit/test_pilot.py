@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.control.adaptive import Adaptive, Standing
-from thinwire.control.hope import FACTOR, Hope
+from thinwire.control.hope import Hope
 from thinwire.control.monitor import Monitor
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import View
@@ -131,8 +131,9 @@ CALM = Told(alpha_known=2, energy=2.0, energy_sent=0.4, timed=2, step_seconds=0.
         (CALM._replace(alpha_off=0.5), View(took=0.02), True),
         (CALM._replace(step_seconds=0.1), View(took=0.02), True),
         (CALM._replace(energy_sent=0.19), View(took=0.02), True),  # which the guard should know
-        (CALM, View(took=0.02, settling=1), True),
-        (CALM, View(took=0.02, hope=Hope(FACTOR)), True),  # that costs something at every step
+        (CALM, View(took=0.02, alpha=2e-3, beta=1e-8), True),  # than when it was decided
+        (CALM, View(took=0.02, alpha=1e-3, beta=2e-8), True),
+        (CALM, View(took=0.02, alpha=1.2e-3, beta=1.2e-8), False),
         (CALM, View(took=0.2), True),  # and long steps are few
     ],
 )
@@ -140,7 +141,7 @@ def test_on_short_steps_only_news_is_taken_in_at_once(told: Told, view: View, is
     link = ThreadWorld(2).links[0]
     plan = complete("topk-allgather", 0.01)
     pilot = Pilot(link, Prices(1000, 4, 2, ways(2, False)), Adaptive(), plan)
-    pilot.view, pilot.standing = view, Standing(plan=plan, seconds=view.took, gain=0.2)
+    pilot.view, pilot.standing = view, Standing(plan=plan, seconds=view.took, gain=0.2, alpha=1e-3, beta=1e-8)
     pilot.tell(0, Told())
     assert pilot.listens(told) == is_news
 

@@ -33,7 +33,7 @@ ROOM = 1.25  # times the least gain that is allowed is the least that is chosen:
 PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
 FAR = 10.0  # times what latency or rate were when it was decided: then it is not waited for them to settle
 URGENT = 0.4  # by so much, or by what makes a change if that is more
-RISK = 2.0  # times what a step takes now is what it may take should a hope be in vain
+RISK = 2.0  # times what a step takes now is what it may take should a hope, or what came of one, be in vain
 NEAREST, FARTHEST = 300, 3000  # steps to plan for: the delay was measured on trainings of up to half of that
 WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is so in hope alone
 
@@ -349,11 +349,11 @@ class Adaptive:
     def _affordable(
         self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices, step: int
     ) -> Iterable[Any]:
-        """Of each way, the ratios that may be tried: all, but in hope only what would not hurt much without it."""
-        if view.hope.factor == 1 or view.network is None or self.objective == "knee":
+        """Of each way, the ratios that may be tried: all, but only what would not hurt much if nobody saw the rate."""
+        if view.seen is None or view.seen == view.assumed or self.objective == "knee":
             return ALL
-        most = RISK * self.judge(plan, view, view.network, prices, step).seconds
-        return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.network, prices)]
+        most = RISK * self.judge(plan, view, view.seen, prices, step).seconds
+        return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.seen, prices)]
 
     def _all_judged(
         self, ratios: Floats, learning: _Learning, plan: Plan, view: View, network: Network, prices: Prices

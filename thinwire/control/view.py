@@ -152,6 +152,7 @@ class View(NamedTuple):
 
     Attributes:
         alpha, beta: the network as it was seen, or as it was hoped to be when that came true.
+        seen_beta: as it was last seen.
         step: the last one that was heard of.
         settling: for how many of these in a row latency or rate have been on the move.
         took: the last step that was told of.
@@ -171,6 +172,7 @@ class View(NamedTuple):
 
     alpha: float | None = None
     beta: float | None = None
+    seen_beta: float | None = None
     step: int = -1
     settling: int = 0
     took: float | None = None
@@ -200,6 +202,14 @@ class View(NamedTuple):
         return replace(network, beta=max(network.beta / self.hope.factor, BETAS[0]))
 
     @property
+    def seen(self) -> Network | None:
+        """The network to fear: with the rate that was last seen, should that be less than what is assumed."""
+        network = self.assumed
+        if network is None or self.seen_beta is None or self.seen_beta <= network.beta:
+            return network
+        return replace(network, beta=self.seen_beta)
+
+    @property
     def rest_seconds(self) -> float:
         return self.rest.value if self.rest else USUAL_REST
 
@@ -211,7 +221,8 @@ class View(NamedTuple):
         N = prices.world_size
         alpha = moved(self.alpha, told.alpha_off, told.alpha_known, N, START.alpha, ALPHAS)
         beta = moved(self.beta, told.beta_off, told.beta_known, N, START.beta, BETAS)
-        view = self._replace(alpha=alpha, beta=beta, step=seen.step)
+        seen_beta = beta if told.beta_known > 0 else self.seen_beta
+        view = self._replace(alpha=alpha, beta=beta, seen_beta=seen_beta, step=seen.step)
         if told.energy > 0:
             view = view._with_gain(seen)
         if seen.before is not None and told.timed == N:
@@ -367,6 +378,7 @@ class View(NamedTuple):
         return {
             "alpha": self.alpha,
             "beta": self.beta,
+            "seen_beta": self.seen_beta,
             "step": self.step,
             "settling": self.settling,
             "took": self.took,
@@ -396,6 +408,7 @@ class View(NamedTuple):
         return cls(
             alpha=None if state["alpha"] is None else float(state["alpha"]),
             beta=None if state["beta"] is None else float(state["beta"]),
+            seen_beta=None if state["seen_beta"] is None else float(state["seen_beta"]),
             step=int(state["step"]),
             settling=int(state["settling"]),
             took=None if state["took"] is None else float(state["took"]),

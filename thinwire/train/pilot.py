@@ -44,7 +44,7 @@ LISTEN_SECONDS = 0.1  # between two steps whose numbers are taken in
 LISTEN_EVERY = 4  # steps at most
 NEWS = 0.2  # of the latency, as told: by a quarter
 FALLEN = 0.5  # of the gain that was expected is so little that the guard should know at once
-ANOTHER_RATE = 1.5  # times what was agreed, or a share of it, is told without waiting for the others
+ANOTHER = 1.5  # times a latency or rate, or a share of it, is another: then nobody waits
 
 log = logging.getLogger("thinwire")
 
@@ -200,11 +200,18 @@ class Pilot:
         beta, agreed = self.monitor.beta_now(), self.view.beta
         if beta is None or agreed is None:
             return beta
-        is_urgent = self.view.settling or self.view.hope.is_open or _is_off(beta, agreed, ANOTHER_RATE)
+        is_urgent = self._is_elsewhere() or self.view.hope.is_open or _is_off(beta, agreed, ANOTHER)
         if not self.monitor.beta_is_new or not (is_urgent or self._is_due(step)):
             return None
         self.monitor.beta_was_told()
         return beta
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the network is another than when it was decided; the same on all ranks."""
+        view, standing = self.view, self.standing
+        then = standing.alpha, None if standing.beta is None else standing.beta * standing.hope
+        pairs = zip(then, (view.alpha, view.beta), strict=True)
+        return any(before and now and _is_off(now, before, ANOTHER) for before, now in pairs)
 
     def _is_due(self, step: int) -> bool:
         """Whether a step's numbers will be taken in, whatever they are; the same on all ranks."""
@@ -226,7 +233,7 @@ class Pilot:
         took, expected = self.view.took, self.standing.seconds
         if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
             return True
-        if self.view.settling or self.view.hope.is_open or self._is_due(self._asked.step):
+        if self._is_elsewhere() or self._is_due(self._asked.step):
             return True
         if told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known:
             return True
