@@ -59,7 +59,7 @@ def test_a_gain_that_falls_below_what_is_safe_is_raised_again_and_stays_there(tm
     def program(link: ThreadLink) -> list[tuple[str, float]]:
         net, seen = a_net(20_000), []
         sync = Synchronizer(net, Adaptive(horizon=1000), link=link, records=path)
-        for number in range(400):
+        for number in range(240):
             generator = torch.Generator().manual_seed(1000 * number + link.rank)
             spread = torch.linspace(-3, 3, net.weight.numel()).exp() if number < 60 else torch.ones(net.weight.numel())
             link.compute(0.02)
@@ -74,7 +74,7 @@ def test_a_gain_that_falls_below_what_is_safe_is_raised_again_and_stays_there(tm
     decisions = [record for record in records.read(path) if record["kind"] == "decision"]
     raised = [decision for decision in decisions if "under the least allowed" in decision["trigger"]]
     assert 1 <= len(raised) <= 2 and all(d["plan"]["ratio"] > d["before"]["ratio"] for d in raised)
-    assert all(gain >= safe_gain(exchange) for exchange, gain in seen[-30:])
+    assert all(gain >= safe_gain(exchange) for exchange, gain in seen)
 
 
 def test_a_step_that_takes_far_longer_than_predicted_is_thought_about_as_soon_as_any() -> None:
@@ -157,7 +157,7 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         net, seen = a_net(200_000), link.read_out
         sync = Synchronizer(net, link=link, records=path)
         link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
-        for number in range(PATIENCE + 10):
+        for number in range(5 * PATIENCE):  # it takes some until exchanges are known well enough to tell anything
             step(sync, net, number, seconds=0.02)
             if sync._pilot.standing.hope > 1:
                 break

@@ -81,10 +81,12 @@ def test_what_is_slow_to_change_is_noticed_at_whatever_step_there_is_word(patien
     assert "gain went" in decided(KNOWN._replace(gains=GainCurve(rate=0.2)), standing, age, controller).trigger
 
 
-def test_what_was_tried_out_in_vain_is_left_at_once() -> None:
+def test_what_was_tried_out_in_vain_is_left_after_three_steps() -> None:
     standing = standing_at(KNOWN._replace(hope=Hope(FACTOR)), step=100)
-    assert Adaptive().decide(KNOWN._replace(hope=Hope(FACTOR)), standing, 102, PRICES) is None
-    assert "as it was last seen" in decided(KNOWN._replace(settling=1), standing, 102).trigger
+    assert Adaptive().decide(KNOWN._replace(hope=Hope(FACTOR)), standing, 103, PRICES) is None
+    assert Adaptive().decide(KNOWN, standing, 102, PRICES) is None
+    assert Adaptive().decide(KNOWN._replace(settling=1), standing, 103, PRICES) is None
+    assert "as it was last seen" in decided(KNOWN, standing, 103).trigger
 
 
 def test_too_little_gain_is_a_reason_while_warming_up_too() -> None:

@@ -218,3 +218,12 @@ def test_a_gain_that_has_changed_since_ratios_were_tried_out_is_noticed() -> Non
     for _ in range(20):
         curve = curve.with_measured("star-topk", 0.01, 0.1)
     assert curve.since_explored() < 0.9
+
+
+def test_a_sample_that_stands_for_several_steps_weighs_as_much_as_that_many() -> None:
+    begun = GainCurve().with_measured("topk-allgather", 0.01, 0.2)
+    one_by_one = begun
+    for _ in range(4):
+        one_by_one = one_by_one.with_measured("topk-allgather", 0.01, 0.3)
+    at_once = begun.with_measured("topk-allgather", 0.01, 0.3, steps=4)
+    assert at_once.gain("topk-allgather", 0.01) == pytest.approx(one_by_one.gain("topk-allgather", 0.01), rel=1e-5)

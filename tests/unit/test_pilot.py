@@ -130,7 +130,7 @@ CALM = Told(alpha_known=2, energy=2.0, energy_sent=0.4, timed=2, step_seconds=0.
         (CALM._replace(beta_known=1), View(took=0.02), True),
         (CALM._replace(alpha_off=0.5), View(took=0.02), True),
         (CALM._replace(step_seconds=0.1), View(took=0.02), True),
-        (CALM._replace(energy_sent=0.19), View(took=0.02), True),  # which the guard should know
+        (CALM._replace(energy_sent=0.27), View(took=0.02), True),  # which the guard should know
         (CALM, View(took=0.02, alpha=2e-3, beta=1e-8), True),  # than when it was decided
         (CALM, View(took=0.02, alpha=1e-3, beta=2e-8), True),
         (CALM, View(took=0.02, alpha=1.2e-3, beta=1.2e-8), False),
@@ -142,7 +142,7 @@ def test_on_short_steps_only_news_is_taken_in_at_once(told: Told, view: View, is
     plan = complete("topk-allgather", 0.01)
     pilot = Pilot(link, Prices(1000, 4, 2, ways(2, False)), Adaptive(), plan)
     pilot.view, pilot.standing = view, Standing(plan=plan, seconds=view.took, gain=0.2, alpha=1e-3, beta=1e-8)
-    pilot.tell(0, Told())
+    pilot.tell(1, Told())
     assert pilot.listens(told) == is_news
 
 
@@ -170,10 +170,12 @@ def test_a_rate_is_told_when_all_tell_theirs_and_at_once_if_it_is_another() -> N
         return pilot.tell(step, Told()).beta_known
 
     assert told_after(1e-8, 0) == 1  # nothing was agreed on yet
-    pilot.view, pilot._heard_at = View(beta=1e-8, took=0.02), 10
-    assert told_after(1.2e-8, 11) == 0 and told_after(1.2e-8, 14) == 1
-    assert told_after(2e-8, 11) == told_after(0.5e-8, 11) == 1
-    assert pilot.tell(14, Told()).beta_known == 0  # which was told already
+    pilot.view = View(beta=1e-8, took=0.02)
+    assert told_after(1.2e-8, 11) == 0 and told_after(1.2e-8, 12) == 1
+    assert pilot.tell(16, Told()).beta_known == 0  # which was told already
+    assert told_after(2e-8, 17) == 1
+    assert told_after(2e-8, 18) == 0  # it has said so, and the others see what they see
+    assert told_after(0.5e-8, 19) == 1
 
 
 def test_who_decides_nothing_hopes_for_nothing() -> None:

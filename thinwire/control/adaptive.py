@@ -35,6 +35,7 @@ FAR = 10.0  # times what latency or rate were when it was decided: then it is no
 URGENT = 0.4  # by so much, or by what makes a change if that is more
 RISK = 2.0  # times what a step takes now is what it may take should a hope, or what came of one, be in vain
 NEAREST, FARTHEST = 300, 3000  # steps to plan for: the delay was measured on trainings of up to half of that
+TRIAL = 3  # steps that a plan is tried for in hope, so that several can be looked at
 WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is so in hope alone
 
 
@@ -286,7 +287,7 @@ class Adaptive:
         is_far = _is_far(standing.alpha, view.network.alpha) or _is_far(known, view.network.beta)
         is_settling = 0 < view.settling < self.patience and not is_far
         age, has_hope_ended = step - standing.since, view.hope.factor < standing.hope
-        if (age < self.patience or is_settling) and not has_hope_ended:
+        if age < (min(TRIAL, self.patience) if has_hope_ended else self.patience) or is_settling:
             return None
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
         change = self.change if is_rested else max(self.change, URGENT)

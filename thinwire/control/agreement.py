@@ -7,7 +7,8 @@ the sums ride on the next exchange, and all ranks move together:
 If all see the same number, that is where they are after one step, however far it is. The scale makes it an estimate in
 Huber's sense (1964): a rank that is absurdly wrong drags N - 1 others along by a factor of at most exp(S / (N - 2)),
 1.6 for one of four and 1.17 for one of eight. Where fewer than half of the ranks know, those that are missing to a half
-count as if they had seen what was agreed: then a few move the others step by step, as often as they say it again.
+count as if they had seen what was agreed: then one alone moves the others by a factor of at most exp(2 S / (N - 2)),
+2.5 for one of four, as often as it says so. Two ranks believe each other.
 
 The result is rounded to seven digits, since mathematical libraries differ in the last: ranks on different machines then
 hold the same bits, and should they ever differ, the next steps bring them together again, as they do with all numbers

@@ -83,15 +83,16 @@ class GainCurve(NamedTuple):
         forgotten = self.unmeasured + 1 >= _FORGET
         return self._replace(kept=kept, rate=None if forgotten else self.rate, unmeasured=self.unmeasured + 1)
 
-    def with_measured(self, exchange: str, ratio: float, gain: float) -> GainCurve:
-        """After an exchange at this ratio sent this share of the energy."""
+    def with_measured(self, exchange: str, ratio: float, gain: float, steps: int = 1) -> GainCurve:
+        """After an exchange at this ratio sent this share of the energy, for so many steps as far as is known."""
         if exchange not in SHAPES or not 0 < gain <= 1 or not 0 < ratio < 1:
             return self
         rate = _rate_of(exchange, ratio, gain)
         # From what was expected on, slowly: after a change of ratio the error takes its time to follow.
         expected = self._rate_now() if self.kept or self.rate is not None else rate
         weight = _NEWEST_FAR_LESS if rate < _FAR_LESS * expected else _NEWEST_MEASURED
-        return self._replace(rate=rounded(expected * math.pow(rate / expected, weight)), unmeasured=0)
+        moved = math.pow(rate / expected, 1 - (1 - weight) ** steps)
+        return self._replace(rate=rounded(expected * moved), unmeasured=0)
 
     def with_explored(self, exchange: str, gains: Mapping[float, float]) -> GainCurve:
         """After each of these ratios was tried out and was found to send so much."""

@@ -49,7 +49,7 @@ UNCHANGED = 1.25  # the ratio up to which latency and rate are what they were
 ANOTHER = 1.6  # the ratio from which on it is another network
 DOUBT = 0.4  # of a step: what ways are seen to take beyond their prices may differ by so much for no reason
 STRAINS = (0.1, 10.0)  # that count: where the gradient vanishes any error is long beside it
-NEWEST_STRAIN = 0.05  # the weight of the newest, as a logarithm
+NEWEST_STRAIN = 0.05  # the weight of the newest, as a logarithm, for each step
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
 
 
@@ -223,25 +223,26 @@ class View(NamedTuple):
         beta = moved(self.beta, told.beta_off, told.beta_known, N, START.beta, BETAS)
         seen_beta = beta if told.beta_known > 0 else self.seen_beta
         view = self._replace(alpha=alpha, beta=beta, seen_beta=seen_beta, step=seen.step)
+        steps = max(1, seen.step - self.step)  # since the last that was heard of
         if told.energy > 0:
-            view = view._with_gain(seen)
+            view = view._with_gain(seen, steps)
         if seen.before is not None and told.timed == N:
             if told.step_seconds >= told.exchange_seconds > 0 and told.overlap_seconds >= 0:
-                view = view._with_times(seen.before, told, max(1, seen.step - self.step), prices)
+                view = view._with_times(seen.before, told, steps, prices)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
         return view._replace(settling=self.settling + 1 if moving else 0)
 
-    def _with_gain(self, seen: Seen) -> View:
+    def _with_gain(self, seen: Seen, steps: int) -> View:
         told, gains = seen.told, self.gains
         gain = min(1.0, told.energy_sent / told.energy)
         if told.kept > 0:
             gains = gains.with_kept(ratio_of_turn(seen.turn), min(1.0, told.kept / told.energy))
         if seen.plan.exchange != "dense":
-            gains = gains.with_measured(seen.plan.exchange, seen.plan.ratio, gain)
+            gains = gains.with_measured(seen.plan.exchange, seen.plan.ratio, gain, steps)
         strain = 1.0 if seen.plan.exchange == "dense" else self.strain  # which leaves no error
         if told.gradient > 0 and seen.plan.exchange != "dense":
             strain = min(max(told.energy_sent / told.gradient, STRAINS[0]), STRAINS[1])
-        strain = rounded(self.strain * math.pow(strain / self.strain, NEWEST_STRAIN))
+        strain = rounded(self.strain * math.pow(strain / self.strain, 1 - (1 - NEWEST_STRAIN) ** steps))
         return self._replace(gains=gains, strain=strain)
 
     def _with_times(self, plan: Plan, told: Told, steps: int, prices: Prices) -> View:
@@ -284,12 +285,11 @@ class View(NamedTuple):
         hope, usual = self.hope, self._usual_extra(way, WELL_KNOWN)
         if rate_is_new:
             hope = hope.after_a_look()
-        elif way.collective == "torch" or (hope.is_open and usual is None):  # which shows nothing
+        elif way.collective == "torch" or usual is None:  # which shows nothing, or nothing that one could compare with
             hope = hope.after_silence(steps)
         else:
             moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
-            late = 0.0 if usual is None else beyond - usual.value
-            hope = hope.after_an_exchange(late, moving, NOTICEABLE * exchange, steps)
+            hope = hope.after_an_exchange(beyond - usual.value, moving, NOTICEABLE * exchange, steps)
         if hope.has_come_true:
             return self._with_its_hope_come_true(way)
         extras, held_back = dict(self.extra), self.held_back
@@ -408,8 +408,8 @@ class View(NamedTuple):
         return cls(
             alpha=None if state["alpha"] is None else float(state["alpha"]),
             beta=None if state["beta"] is None else float(state["beta"]),
-            seen_beta=None if state["seen_beta"] is None else float(state["seen_beta"]),
-            step=int(state["step"]),
+            seen_beta=None if state.get("seen_beta") is None else float(state["seen_beta"]),
+            step=int(state.get("step", -1)),
             settling=int(state["settling"]),
             took=None if state["took"] is None else float(state["took"]),
             rest=running(state["rest"]),

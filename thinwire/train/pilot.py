@@ -40,10 +40,9 @@ SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
 ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
-LISTEN_SECONDS = 0.1  # between two steps whose numbers are taken in
-LISTEN_EVERY = 4  # steps at most
+LISTEN_SECONDS, LISTEN_EVERY = 0.1, 4  # between two steps whose numbers are taken in: so much, but steps at most
 NEWS = 0.2  # of the latency, as told: by a quarter
-FALLEN = 0.5  # of the gain that was expected is so little that the guard should know at once
+FALLEN = 0.7  # of the gain that was expected is so little that the guard should know at once
 ANOTHER = 1.5  # times a latency or rate, or a share of it, is another: then nobody waits
 
 log = logging.getLogger("thinwire")
@@ -90,7 +89,6 @@ class Course(NamedTuple):
     before: Plan | None
     turn: int
     asked: Seen
-    heard_at: int
     pending: Told | None
     energy: float
     kept: list[float]
@@ -110,7 +108,6 @@ class Course(NamedTuple):
                 before=None if state["before"] is None else Plan(**state["before"]),
                 turn=int(state["turn"]),
                 asked=Seen.from_json(state["asked"]),
-                heard_at=int(state["heard_at"]),
                 pending=None if state["pending"] is None else Told(*map(float, state["pending"])),
                 energy=float(state["energy"]),
                 kept=kept,
@@ -149,7 +146,7 @@ class Pilot:
         self._looking, self._measuring = Thrift(LOOKING, LOOK_PAUSE, link), Thrift(MEASURING, MEASURE_PAUSE, link)
         self._looked_at = -1
         self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
-        self._heard_at = -1  # the step whose numbers were last taken in
+        self._told_beta: float | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._last_end = math.nan
         self._surprised = False  # by how long the last step took
@@ -197,13 +194,15 @@ class Pilot:
 
         Only what is new: with little to send it may be long since anything was learned about it.
         """
-        beta, agreed = self.monitor.beta_now(), self.view.beta
-        if beta is None or agreed is None:
+        beta = self.monitor.beta_now()
+        if beta is None or self.view.beta is None:
             return beta
-        is_urgent = self._is_elsewhere() or self.view.hope.is_open or _is_off(beta, agreed, ANOTHER)
-        if not self.monitor.beta_is_new or not (is_urgent or self._is_due(step)):
+        is_another = self._told_beta is not None and _is_off(beta, self._told_beta, ANOTHER)
+        is_urgent = is_another or self._is_elsewhere() or self.view.hope.is_open
+        if not self.monitor.beta_is_new or not (is_urgent or self._is_heard(step)):
             return None
         self.monitor.beta_was_told()
+        self._told_beta = beta
         return beta
 
     def _is_elsewhere(self) -> bool:
@@ -213,10 +212,12 @@ class Pilot:
         pairs = zip(then, (view.alpha, view.beta), strict=True)
         return any(before and now and _is_off(now, before, ANOTHER) for before, now in pairs)
 
-    def _is_due(self, step: int) -> bool:
+    def _is_heard(self, step: int) -> bool:
         """Whether a step's numbers will be taken in, whatever they are; the same on all ranks."""
         took = self.view.took
-        return not took or step - self._heard_at >= min(LISTEN_EVERY, LISTEN_SECONDS / took)
+        if not took or self.plan.collective == "torch":  # beside which nothing is told in vain
+            return True
+        return step % min(LISTEN_EVERY, math.ceil(LISTEN_SECONDS / took)) == 0
 
     def _digest_histogram(self) -> None:
         histogram, self._histogram = self._histogram, None
@@ -233,7 +234,7 @@ class Pilot:
         took, expected = self.view.took, self.standing.seconds
         if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
             return True
-        if self._is_elsewhere() or self._is_due(self._asked.step):
+        if self._is_elsewhere() or self._is_heard(self._asked.step):
             return True
         if told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known:
             return True
@@ -244,7 +245,6 @@ class Pilot:
 
     def hear(self, told: Told, step: int) -> None:
         """Take in the sums of what all ranks told last, and decide for `step`. A decision may keep the plan."""
-        self._heard_at = self._asked.step
         self._take_in(self._asked._replace(told=told))
         self._decide(step)
 
@@ -422,7 +422,6 @@ class Pilot:
             "before": None if self._before is None else asdict(self._before),
             "turn": self._turn,
             "asked": self._asked.to_json(),
-            "heard_at": self._heard_at,
             "pending": self._arrived_numbers(),
             "energy": self._energy,
             "kept": self._kept,
@@ -430,13 +429,11 @@ class Pilot:
 
     def agreed(self) -> dict[str, Any]:
         """What of the state is the same on all ranks."""
-        course = {"turn": self._turn, "heard_at": self._heard_at}
-        return {"view": self.view.to_json(), "standing": self.standing.to_json(), **course}
+        return {"view": self.view.to_json(), "standing": self.standing.to_json(), "turn": self._turn}
 
     def resume(self, course: Course) -> None:
         """Go on from a state. What the link notices from now on is new: the network may be another."""
         self._asked, self._before, self._times, self._turn = course.asked, course.before, course.times, course.turn
-        self._heard_at = course.heard_at
         self._pending = None if course.pending is None else (torch.tensor(course.pending), None)
         self._histogram, self._energy, self._kept = None, course.energy, course.kept
         self._last_end = math.nan
