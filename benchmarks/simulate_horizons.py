@@ -1,0 +1,167 @@
+"""How far ahead to plan: rules for the ratio on changing networks, simulated without noise and without our own cost.
+
+    python benchmarks/simulate_horizons.py --networks c1,unpredictable --seeds 6      some 30 s a run
+
+Eight ranks train the CNN of time_to_accuracy.py in one process, with error feedback. A clock counts what each step
+would take by our prices, so a rule is judged by what it chooses alone. Prints seconds to accuracy, the mean over
+targets and over seeds, and of each seed: from one to the next they differ by more than rules do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import time_to_accuracy as real
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from thinwire.control.adaptive import two_digit_ratios
+from thinwire.control.computing import compress_seconds
+from thinwire.control.gain import GainCurve
+from thinwire.control.learning import delay, safe_gain
+from thinwire.control.prices import Prices, Way
+from thinwire.control.view import Floats
+from thinwire.lab import profiles
+from thinwire.types import Network
+
+RATIOS = two_digit_ratios(0.001, 0.1)
+FEW = np.geomspace(0.001, 0.1, 9)  # between which prices are nearly straight lines
+EXCHANGE = "topk-allgather"
+WAYS = [Way(EXCHANGE, collective) for collective in ("direct", "halving", "ring")]
+REST, SLOWNESS, BEYOND = 0.026, 2.0, 1.1  # as they are in the lab with eight hosts on two cores
+SAMPLED = 9  # one of so many entries tells where the largest begin
+MARGIN, DECIDED_EVERY = 0.03, 10
+
+# What to plan for: seconds or steps, from the steps made and the seconds gone.
+RULES: dict[str, tuple[str, Callable[[int, float], float]]] = {
+    "as many steps as were made": ("steps", lambda steps, _: max(300, steps)),
+    "1,000 steps": ("steps", lambda *_: 1000),
+    "300 steps": ("steps", lambda *_: 300),
+    "15 seconds": ("seconds", lambda *_: 15.0),
+    "as many seconds as have gone": ("seconds", lambda _, seconds: max(10.0, seconds)),
+    "always 0.01": ("ratio", lambda *_: 0.01),
+    "always 0.003": ("ratio", lambda *_: 0.003),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", default="c1,c2,unpredictable")
+    parser.add_argument("--rules", default=";".join(RULES), help="separated by ;")
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for network, rule in itertools.product(arguments.networks.split(","), arguments.rules.split(";")):
+        seconds = [seconds_to_accuracy(network, rule, seed) for seed in range(arguments.seeds)]
+        each = ", ".join(f"{number:.1f}" for number in seconds)
+        print(f"{network:<14} {rule:<30} {statistics.mean(seconds):5.1f} s ({each})", flush=True)
+
+
+def seconds_to_accuracy(network: str, rule: str, seed: int) -> float:
+    """The mean over targets."""
+    curve = Simulation(network, rule, seed).curve()
+    return statistics.mean(real.Time.to(curve, target, real.LIMIT).seconds for target in real.TARGETS)
+
+
+class Simulation:
+    """One training by all ranks, on a clock of its own."""
+
+    def __init__(self, network: str, rule: str, seed: int) -> None:
+        shape = real.NETWORKS[network]
+        profile = profiles.schedule(network, real.HOSTS).scaled(shape["scale"]).faster(shape["speed"])
+        self.changes = sorted(profile.changes, key=lambda change: change.at)
+        self.rule = RULES[rule]
+        torch.manual_seed(seed)
+        self.model = real.net()
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.shapes = [p.shape for p in self.model.parameters()]
+        self.flat = real.parameters(self.model)
+        self.momentum, self.error = torch.zeros_like(self.flat), torch.zeros(real.HOSTS, len(self.flat))
+        self.orders = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(real.HOSTS)]
+        self.images, self.labels = real.fashion("train")
+        self.prices = Prices(len(self.flat), 4, real.HOSTS, WAYS)
+        self.gradients = vmap(grad(self._loss), in_dims=(None, 0, 0))
+        self.gains, self.ratio = GainCurve(), 0.01
+        self.clock, self.steps = 0.0, 0
+        self.priced: dict[Network, Floats] = {}
+
+    def curve(self) -> list[list[float]]:
+        """Train for as long as a run in the lab; time, accuracy and step of what was kept on the way."""
+        kept = [(0.0, 0, self.flat.clone())]
+        while self.clock < real.SECONDS:
+            self._step()
+            if self.clock - kept[-1][0] >= real.KEPT_EVERY:
+                kept.append((self.clock, self.steps, self.flat.clone()))
+        test = real.fashion("t10k")
+        looks = []
+        for place, (at, step, _) in enumerate(kept):
+            last = torch.stack([flat for _, _, flat in kept[max(0, place + 1 - real.AVERAGED) : place + 1]])
+            looks.append([at, self._accuracy(last.mean(0), test), step])
+        return looks
+
+    def _step(self) -> None:
+        seconds = self._seconds(self._network())
+        if self.steps % DECIDED_EVERY == 0:
+            self.ratio = self._choose(seconds)
+        batch = torch.stack([torch.randint(len(self.images), (real.BATCH,), generator=order) for order in self.orders])
+        found = self.gradients(self._parameters(self.flat), real.scaled(self.images[batch]), self.labels[batch])
+        x = torch.cat([found[name].reshape(real.HOSTS, -1) for name in self.names], 1) + self.error
+        sampled = x[:, self.steps % SAMPLED :: SAMPLED].abs()
+        largest = sampled.topk(max(1, round(self.ratio * sampled.shape[1])), dim=1, sorted=False).values
+        sent = torch.where(x.abs() >= largest.amin(1, keepdim=True), x, 0.0)
+        self.error = x - sent
+        self.gains = self.gains.with_measured(EXCHANGE, self.ratio, float(sent.square().sum() / x.square().sum()))
+        self.momentum.mul_(0.9).add_(sent.mean(0))
+        self.flat.sub_(self.momentum, alpha=real.RATE)
+        self.steps += 1
+        self.clock += float(np.interp(self.ratio, RATIOS, seconds))
+
+    def _choose(self, seconds: Floats) -> float:
+        """The ratio at which most is learned in the time, or as much in the least time, unless this one is near it."""
+        kind, rule = self.rule
+        planned = rule(self.steps, self.clock)
+        if kind == "ratio":
+            return planned
+        gains = np.array(self.gains.gains(EXCHANGE, tuple(RATIOS.tolist())))
+        delays = np.array([delay(EXCHANGE, gain) for gain in gains])
+        learned = np.maximum(planned / seconds - delays, 1e-9)
+        costs = seconds * (1 + delays / planned) if kind == "steps" else 1 / learned
+        costs[gains < 1.25 * safe_gain(EXCHANGE)] = np.inf
+        best, now = int(costs.argmin()), int(np.abs(RATIOS - self.ratio).argmin())
+        return self.ratio if costs[now] * (1 - MARGIN) <= costs[best] else float(RATIOS[best])
+
+    def _seconds(self, network: Network) -> Floats:
+        """Of a step at every ratio, by the way that is the fastest there."""
+        if network not in self.priced:
+            rows = [np.interp(RATIOS, FEW, row) for row in self.prices.table(network, FEW.tolist())]
+            computing = compress_seconds(WAYS[0], RATIOS, self.prices.numel, real.HOSTS)
+            self.priced[network] = REST + SLOWNESS * computing + BEYOND * np.min(rows, axis=0)
+        return self.priced[network]
+
+    def _network(self) -> Network:
+        values: dict[str, float] = {}
+        for change in itertools.takewhile(lambda change: change.at <= self.clock, self.changes):
+            values |= {key: float(change.values[key]) for key in ("latency", "up") if key in change.values}
+        return Network(alpha=values["latency"], beta=1 / values["up"])
+
+    def _loss(self, parameters: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(functional_call(self.model, parameters, (images,)), labels)
+
+    def _parameters(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = flat.split([shape.numel() for shape in self.shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def _accuracy(self, flat: torch.Tensor, test: real.Examples) -> float:
+        images, labels = test
+        with torch.no_grad():
+            guessed = functional_call(self.model, self._parameters(flat), (real.scaled(images),)).argmax(1)
+        return float((guessed == labels).double().mean())
+
+
+if __name__ == "__main__":
+    main()
