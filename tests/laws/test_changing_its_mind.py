@@ -15,7 +15,8 @@ import torch
 
 from tests.laws.test_control import Liar, a_net, step
 from thinwire import records
-from thinwire.control.adaptive import PAUSE_SECONDS, Adaptive, Standing
+from thinwire.control.adaptive import PAUSE_SECONDS, Adaptive
+from thinwire.control.decision import Standing
 from thinwire.control.hope import PATIENCE
 from thinwire.control.learning import safe_gain
 from thinwire.control.prices import Prices, ways

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.laws.test_control import a_net
-from thinwire.control.adaptive import RISK, Adaptive, Decision, Standing
+from thinwire.control.adaptive import RISK, Adaptive
+from thinwire.control.decision import Decision, Standing
 from thinwire.control.gain import GainCurve
 from thinwire.control.hope import FACTOR, Hope
 from thinwire.control.learning import safe_gain

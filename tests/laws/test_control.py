@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from thinwire import records
-from thinwire.control.adaptive import Adaptive, Decision
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision
 from thinwire.control.replay import replay
 from thinwire.link.base import Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld

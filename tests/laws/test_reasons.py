@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision, Standing
 from thinwire.control.explain import explain
 from thinwire.control.gain import GainCurve
 from thinwire.control.hope import FACTOR, PATIENCE, Hope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.control.adaptive import Decision, Standing
+from thinwire.control.decision import Decision, Standing
 from thinwire.types import Plan
 
 

@@ -19,7 +19,8 @@ from tests.process.launch import run_ranks
 from tests.process.models import flat_parameters, loss_of, make
 from thinwire import records
 from thinwire.bench import harm
-from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision, Standing
 from thinwire.control.prices import Prices
 from thinwire.control.replay import replay
 from thinwire.control.view import View

@@ -18,7 +18,7 @@ import thinwire
 from tests.process.launch import outcomes, run_ranks
 from tests.process.models import loss_of, make
 from tests.timing import timing
-from thinwire.control.adaptive import Standing
+from thinwire.control.decision import Standing
 from thinwire.exchange import complete
 
 pytestmark = pytest.mark.process

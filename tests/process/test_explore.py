@@ -17,7 +17,8 @@ import thinwire
 from tests.process.decisions import decision_for
 from tests.process.launch import run_ranks
 from thinwire import records
-from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision, Standing
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.prices import Prices
 from thinwire.control.replay import replay

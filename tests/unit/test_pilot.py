@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 import torch
 
-from thinwire.control.adaptive import Adaptive, Standing
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Standing
 from thinwire.control.hope import Hope
 from thinwire.control.monitor import Monitor
 from thinwire.control.prices import Prices, ways

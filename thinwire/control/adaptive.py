@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,10 +18,11 @@ import numpy as np
 from thinwire.control import pareto
 from thinwire.control.agreement import rounded
 from thinwire.control.computing import compress_seconds
+from thinwire.control.decision import Candidate, Decision, Standing
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
 from thinwire.control.prices import Prices, Way
-from thinwire.control.view import Floats, View, way_of
+from thinwire.control.view import Floats, View, is_off, way_of
 from thinwire.control.wording import course_of_latency, course_of_step, rate_of
 from thinwire.types import Network, Plan
 
@@ -43,26 +44,6 @@ ALL = itertools.repeat(True)
 _Learning: TypeAlias = Mapping[str, tuple[Floats, Floats]]  # by exchange, gains and steps at every ratio
 
 
-class Candidate(NamedTuple):
-    """One plan as it was judged.
-
-    Attributes:
-        seconds: a whole step, predicted.
-        gain: the share of the gradient's energy that it sends.
-        steps: how many times the steps of dense training it needs.
-    """
-
-    plan: Plan
-    seconds: float
-    gain: float
-    steps: float
-
-    @property
-    def cost(self) -> float:
-        """Seconds for what one dense step would have learned."""
-        return self.seconds * self.steps
-
-
 class _Judged(NamedTuple):
     """One way at several ratios."""
 
@@ -80,69 +61,6 @@ class _Judged(NamedTuple):
         exchange, collective, broadcast = self.way
         plan = Plan(exchange=exchange, collective=collective, broadcast=broadcast, ratio=float(self.ratios[i]))
         return Candidate(plan, float(self.seconds[i]), float(self.gains[i]), float(self.steps[i]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What was seen, what was considered, what was chosen, and what made it necessary.
-
-    Attributes:
-        step: the first step that runs by it.
-        trigger: what had changed, in words.
-        alpha, beta: the network as it was known.
-        hope: times that rate is what was decided for (control/hope.py).
-        rest: the seconds of a step outside its exchange.
-        compress: what of `seconds` is our own computing.
-        candidates: every way at its best ratio, and what was chosen, the best first.
-        before: what ran until then.
-    """
-
-    step: int
-    trigger: str
-    plan: Plan
-    before: Plan
-    seconds: float
-    alpha: float
-    beta: float
-    hope: int = 1
-    rest: float
-    compress: float = 0.0
-    gain: float
-    gains: dict[str, float]
-    candidates: tuple[Candidate, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {  # not asdict, which would copy every candidate first
-            "plan": asdict(self.plan),
-            "before": asdict(self.before),
-            "candidates": [c._asdict() | {"plan": asdict(c.plan), "cost": c.cost} for c in self.candidates],
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """The plan in force, and what was known when it was chosen.
-
-    Attributes:
-        beta: what was decided for: what was known then, divided by `hope`.
-        guessed: no step had been measured yet, so `seconds` counts what is usual for computing.
-    """
-
-    plan: Plan
-    since: int = 0
-    alpha: float | None = None
-    beta: float | None = None
-    hope: int = 1
-    gain: float | None = None
-    seconds: float | None = None
-    guessed: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Standing:
-        return cls(**{**state, "plan": Plan(**state["plan"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +201,8 @@ class Adaptive:
             return "warm-up"  # and once more when it is over, whenever that is heard of
         if not warming_up and not self._allows(standing.plan):
             return "the plan in force is out of bounds"
-        known = standing.beta * standing.hope  # when it was decided
-        is_far = _is_far(standing.alpha, view.network.alpha) or _is_far(known, view.network.beta)
+        assert standing.known_beta is not None
+        is_far = is_off(view.network.alpha, standing.alpha, FAR) or is_off(view.network.beta, standing.known_beta, FAR)
         is_settling = 0 < view.settling < self.patience and not is_far
         age, has_hope_ended = step - standing.since, view.hope.factor < standing.hope
         if age < (min(TRIAL, self.patience) if has_hope_ended else self.patience) or is_settling:
@@ -482,7 +400,3 @@ def _by_cost(candidate: Candidate) -> tuple[float, str]:
 
 def _changed(then: float, now: float, share: float) -> bool:
     return now != then and abs(now - then) >= share * abs(then)
-
-
-def _is_far(then: float, now: float) -> bool:
-    return not then / FAR <= now <= then * FAR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.control.adaptive import Candidate, Decision, Standing
+from thinwire.control.decision import Candidate, Decision, Standing
 from thinwire.control.view import View
 from thinwire.control.wording import rate_of, short
 from thinwire.types import Plan, StepRecord

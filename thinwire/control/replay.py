@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from thinwire.control.adaptive import Adaptive, Decision, Standing
-from thinwire.control.hope import Hope
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision, Standing
 from thinwire.control.prices import Prices
 from thinwire.control.view import Seen, View
 
@@ -38,9 +38,7 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
         elif record["kind"] == "heard" and prices is not None:
             seen = Seen.from_json(record)
             standing = replace(standing, plan=seen.plan) if standing else Standing(plan=seen.plan)
-            view = view.after(seen, prices)
-            if was_fixed:  # and hoped for nothing
-                view = view._replace(hope=Hope())
+            view = view.after(seen, prices, may_hope=not was_fixed)
         # Where the plan was fixed nobody was asked, but could have been whenever something was heard.
         asked = record["step"] if record["kind"] == "asked" else None
         if was_fixed and record["kind"] == "heard":

@@ -143,8 +143,13 @@ class Beyond(NamedTuple):
         return _are_near(Network(alpha=self.alpha, beta=self.beta), network, UNCHANGED)
 
 
+def is_off(now: float, then: float, factor: float) -> bool:
+    """Whether a number is more than so many times what it was, or less than such a share of it."""
+    return now > factor * then or now * factor < then
+
+
 def _are_near(a: Network, b: Network, factor: float) -> bool:
-    return all(1 / factor <= ratio <= factor for ratio in (a.alpha / b.alpha, a.beta / b.beta))
+    return not is_off(a.alpha, b.alpha, factor) and not is_off(a.beta, b.beta, factor)
 
 
 class View(NamedTuple):
@@ -213,8 +218,8 @@ class View(NamedTuple):
     def rest_seconds(self) -> float:
         return self.rest.value if self.rest else USUAL_REST
 
-    def after(self, seen: Seen, prices: Prices) -> View:
-        """The view one step later."""
+    def after(self, seen: Seen, prices: Prices, may_hope: bool = True) -> View:
+        """The view one step later. Where nobody would send more for it, there is nothing to hope for."""
         told = seen.told
         if told.not_finite > 0 or not all(map(math.isfinite, told)):
             return self
@@ -230,7 +235,7 @@ class View(NamedTuple):
             if told.step_seconds >= told.exchange_seconds > 0 and told.overlap_seconds >= 0:
                 view = view._with_times(seen.before, told, steps, prices)
         moving = _has_moved(self.alpha, alpha) or _has_moved(self.beta, beta)
-        return view._replace(settling=self.settling + 1 if moving else 0)
+        return view._replace(settling=self.settling + 1 if moving else 0, hope=view.hope if may_hope else Hope())
 
     def _with_gain(self, seen: Seen, steps: int) -> View:
         told, gains = seen.told, self.gains

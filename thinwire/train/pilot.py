@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from thinwire.collectives import ALL_GATHERS
 from thinwire.compress.histogram import Histogram
-from thinwire.control.adaptive import Adaptive, Decision, Standing
+from thinwire.control.adaptive import Adaptive
 from thinwire.control.agreement import ALPHAS, BETAS, START, off
+from thinwire.control.decision import Decision, Standing
 from thinwire.control.gain import CANDIDATES
-from thinwire.control.hope import Hope
 from thinwire.control.monitor import Monitor
 from thinwire.control.prices import Prices
-from thinwire.control.view import Seen, View
+from thinwire.control.view import Seen, View, is_off
 from thinwire.exchange import complete
 from thinwire.link.base import Link
 from thinwire.records import Records
@@ -197,7 +197,7 @@ class Pilot:
         beta = self.monitor.beta_now()
         if beta is None or self.view.beta is None:
             return beta
-        is_another = self._told_beta is not None and _is_off(beta, self._told_beta, ANOTHER)
+        is_another = self._told_beta is not None and is_off(beta, self._told_beta, ANOTHER)
         is_urgent = is_another or self._is_elsewhere() or self.view.hope.is_open
         if not self.monitor.beta_is_new or not (is_urgent or self._is_heard(step)):
             return None
@@ -208,9 +208,8 @@ class Pilot:
     def _is_elsewhere(self) -> bool:
         """Whether the network is another than when it was decided; the same on all ranks."""
         view, standing = self.view, self.standing
-        then = standing.alpha, None if standing.beta is None else standing.beta * standing.hope
-        pairs = zip(then, (view.alpha, view.beta), strict=True)
-        return any(before and now and _is_off(now, before, ANOTHER) for before, now in pairs)
+        pairs = (view.alpha, standing.alpha), (view.beta, standing.known_beta)
+        return any(now and then and is_off(now, then, ANOTHER) for now, then in pairs)
 
     def _is_heard(self, step: int) -> bool:
         """Whether a step's numbers will be taken in, whatever they are; the same on all ranks."""
@@ -241,7 +240,7 @@ class Pilot:
         if told.energy_sent < FALLEN * told.energy * (self.standing.gain or 0.0):
             return True
         N = self.link.world_size
-        return told.timed == N and _is_off(told.step_seconds / N, expected or took, ALARMING)
+        return told.timed == N and is_off(told.step_seconds / N, expected or took, ALARMING)
 
     def hear(self, told: Told, step: int) -> None:
         """Take in the sums of what all ranks told last, and decide for `step`. A decision may keep the plan."""
@@ -249,9 +248,7 @@ class Pilot:
         self._decide(step)
 
     def _take_in(self, seen: Seen) -> None:
-        self.view = self.view.after(seen, self.prices)
-        if self.controller is None:  # nobody would send more, so that no hope could come true
-            self.view = self.view._replace(hope=Hope())
+        self.view = self.view.after(seen, self.prices, may_hope=self.controller is not None)
         if self.records is not None:
             self.records.write("heard", **seen.to_json())
 
@@ -279,7 +276,7 @@ class Pilot:
             return False
         took, expected, period = self.view.took, self.standing.seconds, TELL_EVERY
         if took and expected:
-            is_alarming = not self.standing.guessed and _is_off(took, expected, ALARMING)
+            is_alarming = not self.standing.guessed and is_off(took, expected, ALARMING)
             least, seconds = (1, ALARM_SECONDS) if is_alarming else (TELL_EVERY, TELL_SECONDS)
             period = max(least, math.ceil(seconds / took))
         return step - self._asked.step >= period
@@ -318,7 +315,7 @@ class Pilot:
         self._before = self.plan
         self._last_end = now
         expected = self.standing.seconds
-        self._surprised = known and expected is not None and _is_off(whole, expected, SURPRISING)
+        self._surprised = known and expected is not None and is_off(whole, expected, SURPRISING)
         if self._surprised and expected is not None and whole > expected:
             self.monitor.be_restless()
         return whole
@@ -442,7 +439,3 @@ class Pilot:
             self.standing, self._said = course.standing, course.standing.plan
         if self.records is not None:
             self.records.write("resumed", view=self.view.to_json(), standing=self.standing.to_json())
-
-
-def _is_off(took: float, expected: float, factor: float) -> bool:
-    return took > factor * expected or took * factor < expected

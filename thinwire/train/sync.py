@@ -18,7 +18,8 @@ from torch import nn
 
 from thinwire import exchange as exchanges
 from thinwire.collectives import ALL_GATHERS
-from thinwire.control.adaptive import Adaptive, Decision
+from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision
 from thinwire.control.explain import explain
 from thinwire.control.prices import Prices, ways
 from thinwire.errors import ThinwireWarning

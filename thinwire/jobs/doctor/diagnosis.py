@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from thinwire.control.adaptive import SPARSE, Adaptive, Standing
+from thinwire.control.adaptive import SPARSE, Adaptive
+from thinwire.control.decision import Standing
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import View
 from thinwire.exchange import complete
