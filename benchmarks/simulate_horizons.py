@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from thinwire.control.adaptive import two_digit_ratios
+from thinwire.control.adaptive import FARTHEST, NEAREST, ROOM, Adaptive, two_digit_ratios
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import GainCurve
 from thinwire.control.learning import delay, safe_gain
@@ -29,17 +29,17 @@ from thinwire.control.view import Floats
 from thinwire.lab import profiles
 from thinwire.types import Network
 
-RATIOS = two_digit_ratios(0.001, 0.1)
-FEW = np.geomspace(0.001, 0.1, 9)  # between which prices are nearly straight lines
+RATIOS = two_digit_ratios(*Adaptive().ratios)
+FEW = np.geomspace(RATIOS[0], RATIOS[-1], 9)  # between which prices are nearly straight lines
 EXCHANGE = "topk-allgather"
 WAYS = [Way(EXCHANGE, collective) for collective in ("direct", "halving", "ring")]
 REST, SLOWNESS, BEYOND = 0.026, 2.0, 1.1  # as they are in the lab with eight hosts on two cores
 SAMPLED = 9  # one of so many entries tells where the largest begin
-MARGIN, DECIDED_EVERY = 0.03, 10
+DECIDED_EVERY = 10  # steps
 
 # What to plan for: seconds or steps, from the steps made and the seconds gone.
 RULES: dict[str, tuple[str, Callable[[int, float], float]]] = {
-    "as many steps as were made": ("steps", lambda steps, _: max(300, steps)),
+    "as many steps as were made": ("steps", lambda steps, _: min(max(steps, NEAREST), FARTHEST)),
     "1,000 steps": ("steps", lambda *_: 1000),
     "300 steps": ("steps", lambda *_: 300),
     "15 seconds": ("seconds", lambda *_: 15.0),
@@ -98,11 +98,7 @@ class Simulation:
             if self.clock - kept[-1][0] >= real.KEPT_EVERY:
                 kept.append((self.clock, self.steps, self.flat.clone()))
         test = real.fashion("t10k")
-        looks = []
-        for place, (at, step, _) in enumerate(kept):
-            last = torch.stack([flat for _, _, flat in kept[max(0, place + 1 - real.AVERAGED) : place + 1]])
-            looks.append([at, self._accuracy(last.mean(0), test), step])
-        return looks
+        return [real.look(kept, place, test) for place in range(len(kept))]
 
     def _step(self) -> None:
         seconds = self._seconds(self._network())
@@ -131,9 +127,9 @@ class Simulation:
         delays = np.array([delay(EXCHANGE, gain) for gain in gains])
         learned = np.maximum(planned / seconds - delays, 1e-9)
         costs = seconds * (1 + delays / planned) if kind == "steps" else 1 / learned
-        costs[gains < 1.25 * safe_gain(EXCHANGE)] = np.inf
+        costs[gains < ROOM * safe_gain(EXCHANGE)] = np.inf
         best, now = int(costs.argmin()), int(np.abs(RATIOS - self.ratio).argmin())
-        return self.ratio if costs[now] * (1 - MARGIN) <= costs[best] else float(RATIOS[best])
+        return self.ratio if costs[now] * (1 - Adaptive().margin) <= costs[best] else float(RATIOS[best])
 
     def _seconds(self, network: Network) -> Floats:
         """Of a step at every ratio, by the way that is the fastest there."""
@@ -155,12 +151,6 @@ class Simulation:
     def _parameters(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = flat.split([shape.numel() for shape in self.shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
-
-    def _accuracy(self, flat: torch.Tensor, test: real.Examples) -> float:
-        images, labels = test
-        with torch.no_grad():
-            guessed = functional_call(self.model, self._parameters(flat), (real.scaled(images),)).argmax(1)
-        return float((guessed == labels).double().mean())
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ from thinwire.lab.run import run
 from thinwire.lab.schedule import Schedule
 
 Examples: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Kept: TypeAlias = tuple[float, int, torch.Tensor]  # when, at which step, all parameters
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "time_to_accuracy.json"
@@ -274,8 +275,7 @@ def train_all(methods: list[str], lasting: dict[str, float], limit: float, seed:
     dist.init_process_group("gloo")
     data, test = fashion("train"), fashion("t10k")
     warm_up(data)
-    limits = {method: (lasting.get(method, 0.0), limit) for method in methods}
-    training = [Training(method, *limits[method], seed, data, test, Path(folder)) for method in methods]
+    training = [Training(m, lasting.get(m, 0.0), limit, seed, data, test, Path(folder)) for m in methods]
     _kept_to_the_end.extend(training)
     turn = itertools.count()
     while training:
@@ -373,16 +373,20 @@ class Training:
     def _draw_curve(self) -> None:
         """Time, accuracy and step of each that was kept since the last time."""
         torch.set_num_threads(2)  # the others wait for us
-        model, (images, labels) = net(), self.test
-        for place in range(len(self.curve), len(self.kept)):
-            at, step, _ = self.kept[place]
-            last = torch.stack([flat for _, _, flat in self.kept[max(0, place + 1 - AVERAGED) : place + 1]])
-            nn.utils.vector_to_parameters(last.mean(0), model.parameters())
-            with torch.no_grad():
-                parts = zip(images.split(500), labels.split(500), strict=True)  # which the processor's caches hold
-                right = sum(int((model(scaled(some)).argmax(1) == true).sum()) for some, true in parts) / len(labels)
-            self.curve.append([round(at, 2), round(right, 4), step])
+        self.curve += [look(self.kept, place, self.test) for place in range(len(self.curve), len(self.kept))]
         torch.set_num_threads(1)
+
+
+def look(kept: list[Kept], place: int, test: Examples) -> list[float]:
+    """Time, accuracy and step of what was kept there: the accuracy of the mean of the last few."""
+    at, step, _ = kept[place]
+    model, (images, labels) = net(), test
+    last = torch.stack([flat for _, _, flat in kept[max(0, place + 1 - AVERAGED) : place + 1]])
+    nn.utils.vector_to_parameters(last.mean(0), model.parameters())
+    with torch.no_grad():
+        parts = zip(images.split(500), labels.split(500), strict=True)  # which the processor's caches hold
+        right = sum(int((model(scaled(some)).argmax(1) == true).sum()) for some, true in parts)
+    return [round(at, 2), round(right / len(labels), 4), step]
 
 
 def attach(model: DistributedDataParallel, method: str, folder: Path) -> Any:
