@@ -30,7 +30,7 @@ from thinwire.records import Records
 from thinwire.types import Moment, Plan, Told
 
 LOOK_EVERY = 10  # steps between two looks at how the gradient's energy is spread
-LOOKING, MEASURING = 0.001, 0.006  # the share of the time that each may take
+LOOKING, MEASURING = 0.001, 0.004  # the share of the time that each may take
 LOOK_PAUSE, MEASURE_PAUSE = 10.0, 2.0  # seconds at most after each, whose cost may have been the garbage collector's
 AHEAD = 1.0  # seconds before it is due, measuring is allowed where something is not as expected
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
