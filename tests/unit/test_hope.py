@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from thinwire.control.hope import FACTOR, PATIENCE, Hope
+from thinwire.control.hope import FACTOR, IDLE_PATIENCE, MOST_PATIENCE, PATIENCE, Hope
 
 TRIALS = 1000
 
@@ -59,3 +59,23 @@ def test_steps_that_nobody_heard_of_count_for_how_long_a_rate_was_not_seen() -> 
         hope = hope.after_an_exchange(0.0, 0.0, 1.0, steps=4)
         assert hope.factor == 1
     assert hope.after_an_exchange(0.0, 0.0, 1.0, steps=4).factor == FACTOR
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0])  # as many bytes as before are sent in hope
+def test_a_hope_that_changes_nothing_is_waited_longer_for_than_one_that_is_tried_out(times: float) -> None:
+    hope = Hope()
+    for _ in range(10):
+        while not hope.is_open:
+            hope = hope.after_an_exchange(0.0, 0.01 * FACTOR, 1.0)
+        while hope.is_open:
+            hope = hope.after_an_exchange(0.0, 0.01 * times, 1.0)
+    assert hope.patience == (IDLE_PATIENCE if times == 1.0 else MOST_PATIENCE)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_nothing_is_hoped_for_without_a_reason_before_patience_ends(shows: bool) -> None:
+    hope, moving = Hope(patience=IDLE_PATIENCE), 10.0 if shows else 0.01
+    for _ in range(IDLE_PATIENCE - 1):
+        hope = hope.after_an_exchange(0.0, moving, 1.0)
+        assert hope.factor == 1
+    assert hope.after_an_exchange(0.0, moving, 1.0).is_open

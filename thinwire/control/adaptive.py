@@ -221,6 +221,8 @@ class Adaptive:
             return None
         if standing.gain is None:
             return "ratios were tried out"
+        if not is_rested and age * (view.took or 0.0) < PAUSE_SECONDS:  # which is known without judging anything
+            return None
         now = self.judge(standing.plan, view, view.assumed, prices, step)
         if not is_rested and age * now.seconds < PAUSE_SECONDS:
             return None

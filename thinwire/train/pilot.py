@@ -220,9 +220,12 @@ class Pilot:
 
     def _digest_histogram(self) -> None:
         histogram, self._histogram = self._histogram, None
-        if histogram is not None and 0 < histogram.energy < math.inf:
-            self._energy = histogram.energy
-            self._kept = (histogram.energy_at(CANDIDATES) / histogram.energy).tolist()
+        if histogram is None:
+            return
+        with self._looking:
+            if 0 < histogram.energy < math.inf:
+                self._energy = histogram.energy
+                self._kept = (histogram.energy_at(CANDIDATES) / histogram.energy).tolist()
 
     def listens(self, told: Told) -> bool:
         """Whether the sums of what was told last are worth taking in, on all ranks alike.
