@@ -93,7 +93,7 @@ class Simulation:
     def curve(self) -> list[list[float]]:
         """Train for as long as a run in the lab; time, accuracy and step of what was kept on the way."""
         kept = [(0.0, 0, self.flat.clone())]
-        while self.clock < real.SECONDS:
+        while self.clock < real.LIMIT:
             self._step()
             if self.clock - kept[-1][0] >= real.KEPT_EVERY:
                 kept.append((self.clock, self.steps, self.flat.clone()))
