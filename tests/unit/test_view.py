@@ -250,11 +250,12 @@ def test_while_it_is_open_what_comes_of_a_hope_nothing_is_learned_from_how_long_
         assert extra_of(view, DIRECT) == pytest.approx(0.002, rel=0.01)
 
 
-def test_on_another_network_all_that_was_in_vain_is_forgotten() -> None:
+@pytest.mark.parametrize(("times", "patience"), [(0.5, PATIENCE), (2.0, MOST_PATIENCE)])
+def test_where_the_network_gets_better_all_that_was_in_vain_is_forgotten(times: float, patience: int) -> None:
     view = after_steps(unseen(known(TINY), PATIENCE, TINY), TINY, 1, extra=0.002)
     assert view.hope.patience == 2 * PATIENCE
-    view = after_steps(view, TINY, 1, extra=0.002, truth=replace(HERE, alpha=2 * HERE.alpha))
-    assert view.hope.patience == PATIENCE
+    view = after_steps(view, TINY, 1, extra=0.002, truth=replace(HERE, alpha=times * HERE.alpha))
+    assert view.hope.patience == patience
 
 
 def test_a_hope_that_is_seen_to_be_true_is_the_new_rate_and_there_may_be_more() -> None:
