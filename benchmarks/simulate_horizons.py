@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from thinwire.control.adaptive import FARTHEST, NEAREST, ROOM, Adaptive, two_digit_ratios
+from thinwire.control.adaptive import ROOM, Adaptive, two_digit_ratios
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import GainCurve
 from thinwire.control.learning import delay, safe_gain
@@ -39,9 +39,9 @@ DECIDED_EVERY = 10  # steps
 
 # What to plan for: seconds or steps, from the steps made and the seconds gone.
 RULES: dict[str, tuple[str, Callable[[int, float], float]]] = {
-    "as many steps as were made": ("steps", lambda steps, _: min(max(steps, NEAREST), FARTHEST)),
-    "1,000 steps": ("steps", lambda *_: 1000),
     "300 steps": ("steps", lambda *_: 300),
+    "1,000 steps": ("steps", lambda *_: 1000),
+    "as many steps as were made": ("steps", lambda steps, _: min(max(steps, 300), 3000)),
     "15 seconds": ("seconds", lambda *_: 15.0),
     "as many seconds as have gone": ("seconds", lambda _, seconds: max(10.0, seconds)),
     "always 0.01": ("ratio", lambda *_: 0.01),

@@ -63,8 +63,8 @@ def test_a_hope_is_not_tried_out_at_any_price() -> None:
     assert believed is not None and believed.plan == tried.plan
     seen = controller.decide(came_true._replace(seen_beta=A_LINE.beta / FACTOR), standing, 100, prices)
     assert seen is not None and seen.plan.ratio > tried.plan.ratio > first.plan.ratio
-    in_vain = controller.judge(tried.plan, known, A_LINE, prices, 100).seconds
-    assert in_vain <= RISK * controller.judge(first.plan, known, A_LINE, prices, 100).seconds
+    in_vain = controller.judge(tried.plan, known, A_LINE, prices).seconds
+    assert in_vain <= RISK * controller.judge(first.plan, known, A_LINE, prices).seconds
 
 
 @pytest.mark.parametrize("objective", ["goodput", "seconds", "knee"])

@@ -49,19 +49,11 @@ def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
     assert decided(KNOWN, standing, 100 + 500, controller).trigger == "warm-up"
 
 
-def test_one_plans_for_as_long_as_training_has_gone_on() -> None:
+def test_the_further_one_plans_the_less_is_sent() -> None:
     dense = Standing(plan=complete("dense", 1.0))
-    ratios = [decided(KNOWN, dense, step).plan.ratio for step in (0, 300, 1000, 3000, 100_000)]
-    assert ratios[0] == ratios[1] > ratios[2] > ratios[3] == ratios[4]
-    assert decided(KNOWN, dense, 9, Adaptive(horizon=1000)).plan.ratio == ratios[2]
-
-
-@pytest.mark.parametrize(("since", "until"), [(0, 600), (300, 600), (1000, 2000)])
-def test_when_it_has_gone_on_for_twice_as_long_there_is_a_reason_to_think_again(since: int, until: int) -> None:
-    standing = standing_at(KNOWN, step=since)
-    assert Adaptive().decide(KNOWN, standing, until - 5, PRICES) is None
-    assert decided(KNOWN, standing, until).trigger == f"training has gone on for {until} steps"
-    assert Adaptive().decide(KNOWN, standing_at(KNOWN, step=3000), 60_000, PRICES) is None
+    ratios = [decided(KNOWN, dense, 9, Adaptive(horizon=horizon)).plan.ratio for horizon in (300, 1000, 3000)]
+    assert ratios[0] > ratios[1] > ratios[2]
+    assert decided(KNOWN, dense, 9_000).plan.ratio == ratios[0]
 
 
 def test_the_first_step_that_is_measured_is_a_reason_even_if_it_takes_what_was_guessed() -> None:

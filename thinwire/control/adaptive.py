@@ -35,7 +35,6 @@ PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseco
 FAR = 10.0  # times what latency or rate were when it was decided: then it is not waited for them to settle
 URGENT = 0.4  # by so much, or by what makes a change if that is more
 RISK = 2.0  # times what a step takes now is what it may take should a hope, or what came of one, be in vain
-NEAREST, FARTHEST = 300, 3000  # steps to plan for: the delay was measured on trainings of up to half of that
 TRIAL = 3  # steps that a plan is tried for in hope, so that several can be looked at
 WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is so in hope alone
 
@@ -72,9 +71,9 @@ class Adaptive:
             many more steps than dense training it needs (control/learning.py). "seconds" takes the fastest step,
             whatever it learns, so give it one ratio. "knee" is the rule of Tyagi & Swany: the knee of the front of time
             against 1/gain (control/pareto.py).
-        horizon: for how many steps of dense training to plan. What a plan needs more is a delay, the same however long
-            training goes on, so the further one plans the more a fast step is worth. None for as many steps as have
-            been made already, since nobody knows how long a training will be, but 300 to 3,000.
+        horizon: for how many steps of dense training to plan. What a plan needs more is a delay, so the further one
+            plans the more a fast step is worth. By 300 the larger ratios are favoured as they should be where the
+            learning rate is near the largest: there delays grow with the training (docs/how-it-decides.md).
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
         warmup: over so many steps the least ratio falls from 1 to the largest of `ratios`, in a line.
@@ -96,7 +95,7 @@ class Adaptive:
     """
 
     objective: str = "goodput"
-    horizon: int | None = None
+    horizon: int = 300
     ratios: tuple[float, float] = (0.001, 0.1)
     exchanges: tuple[str, ...] = SPARSE
     warmup: int = 0
@@ -127,7 +126,7 @@ class Adaptive:
             raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain}.")
         for name, least in (("warmup", 0), ("patience", 1), ("horizon", 1)):
             number = getattr(self, name)
-            if not (name == "horizon" and number is None) and not (isinstance(number, int) and number >= least):
+            if not (isinstance(number, int) and number >= least):
                 raise ValueError(f"{name} is a whole number of steps, at least {least}, got {number!r}.")
         for name in ("change", "gain_change", "time_change", "margin", "advantage"):
             if not 0 < getattr(self, name) < 1:
@@ -139,13 +138,13 @@ class Adaptive:
         if trigger is None or view.network is None or view.assumed is None:
             return None
         ratios = self._ratios(step)
-        learning = {exchange: self._learning(exchange, ratios, view, step) for exchange in self.exchanges}
+        learning = {exchange: self._learning(exchange, ratios, view) for exchange in self.exchanges}
         judged = list(self._all_judged(ratios, learning, standing.plan, view, view.assumed, prices))
-        affordable = self._affordable(ratios, learning, standing.plan, view, prices, step)
+        affordable = self._affordable(ratios, learning, standing.plan, view, prices)
         found = list(self._candidates(judged, affordable, view)) or list(self._candidates(judged, ALL, view))
         candidates = sorted(found, key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
-        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices, step), view)
+        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view)
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
         return Decision(
@@ -223,12 +222,12 @@ class Adaptive:
             return "ratios were tried out"
         if not is_rested and age * (view.took or 0.0) < PAUSE_SECONDS:  # which is known without judging anything
             return None
-        now = self.judge(standing.plan, view, view.assumed, prices, step)
+        now = self.judge(standing.plan, view, view.assumed, prices)
         if not is_rested and age * now.seconds < PAUSE_SECONDS:
             return None
         if standing.guessed and view.rest is not None:
             return course_of_step(None, now.seconds)
-        return self._slow_trigger(now, standing, step)
+        return self._slow_trigger(now, standing)
 
     def _course_of_rate(self, before: float, hope_before: int, now: float, hope: int) -> str:
         if hope > 1:
@@ -239,25 +238,23 @@ class Adaptive:
             return f"the rate is taken as it was last seen, {rate_of(now)}"
         return f"rate went from {rate_of(before * hope_before)} to {rate_of(now)}"
 
-    def _slow_trigger(self, now: Candidate, standing: Standing, step: int) -> str | None:
+    def _slow_trigger(self, now: Candidate, standing: Standing) -> str | None:
         """The plan in force as it is judged now, against what was expected of it."""
         assert standing.gain is not None and standing.seconds is not None
         if _changed(standing.gain, now.gain, self.gain_change):
             return f"gain went from {standing.gain:.2g} to {now.gain:.2g}"
         if _changed(standing.seconds, now.seconds, self.time_change):
             return course_of_step(standing.seconds, now.seconds)
-        if self.horizon is None and self._horizon(step) >= 2 * self._horizon(standing.since):
-            return f"training has gone on for {step} steps"
         return None
 
     # --- what
 
-    def judge(self, plan: Plan, view: View, network: Network, prices: Prices, step: int) -> Candidate:
-        """One plan by the present view, after so many steps."""
+    def judge(self, plan: Plan, view: View, network: Network, prices: Prices) -> Candidate:
+        """One plan by the present view."""
         way, ratios = way_of(plan), np.array([plan.ratio])
         price = np.array([prices.seconds(way, plan.ratio, network)])
         price = view.exposed(way, price, network, prices)
-        learning = self._learning(way.exchange, ratios, view, step)
+        learning = self._learning(way.exchange, ratios, view)
         return self._judged(way, ratios, price, learning, way, view, prices).at(0)
 
     def _candidates(self, judged: Iterable[_Judged], affordable: Iterable[Any], view: View) -> Iterator[Candidate]:
@@ -267,13 +264,11 @@ class Adaptive:
             if fits.any():
                 yield each.at(int(np.where(fits, each.costs, np.inf).argmin()))
 
-    def _affordable(
-        self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices, step: int
-    ) -> Iterable[Any]:
+    def _affordable(self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices) -> Iterable[Any]:
         """Of each way, the ratios that may be tried: all, but only what would not hurt much if nobody saw the rate."""
         if view.seen is None or view.seen == view.assumed or self.objective == "knee":
             return ALL
-        most = RISK * self.judge(plan, view, view.seen, prices, step).seconds
+        most = RISK * self.judge(plan, view, view.seen, prices).seconds
         return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.seen, prices)]
 
     def _all_judged(
@@ -314,14 +309,11 @@ class Adaptive:
     def _computing(self, way: Way, ratios: Floats, view: View, prices: Prices) -> Floats:
         return compress_seconds(way, ratios, prices.numel, prices.world_size) * view.compress_factor(way.exchange)
 
-    def _horizon(self, step: int) -> int:
-        return min(max(step, NEAREST), FARTHEST) if self.horizon is None else self.horizon
-
-    def _learning(self, exchange: str, ratios: Floats, view: View, step: int) -> tuple[Floats, Floats]:
+    def _learning(self, exchange: str, ratios: Floats, view: View) -> tuple[Floats, Floats]:
         """The gain at each ratio, and how many times more steps it takes."""
         gains = view.gains.gains(exchange, tuple(ratios.tolist()))
         delays = np.array([0.0 if self.objective == "seconds" else delay(exchange, gain) for gain in gains])
-        return np.array(gains), 1 + delays / self._horizon(step)
+        return np.array(gains), 1 + delays / self.horizon
 
     def _least_gain(self, exchange: str, view: View) -> float:
         if self.least_gain is not None:
