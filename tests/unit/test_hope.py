@@ -72,10 +72,11 @@ def test_a_hope_that_changes_nothing_is_waited_longer_for_than_one_that_is_tried
     assert hope.patience == (IDLE_PATIENCE if times == 1.0 else MOST_PATIENCE)
 
 
-@pytest.mark.parametrize("shows", [False, True])
-def test_nothing_is_hoped_for_without_a_reason_before_patience_ends(shows: bool) -> None:
-    hope, moving = Hope(patience=IDLE_PATIENCE), 10.0 if shows else 0.01
-    for _ in range(IDLE_PATIENCE - 1):
+@pytest.mark.parametrize("patience", [PATIENCE, MOST_PATIENCE, IDLE_PATIENCE])
+@pytest.mark.parametrize("moving", [0.01, 10.0])  # over the noise
+def test_nothing_is_hoped_for_without_a_reason_before_patience_ends(moving: float, patience: int) -> None:
+    hope = Hope(patience=patience)
+    for _ in range(patience - 1):
         hope = hope.after_an_exchange(0.0, moving, 1.0)
         assert hope.factor == 1
     assert hope.after_an_exchange(0.0, moving, 1.0).is_open

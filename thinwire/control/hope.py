@@ -1,9 +1,9 @@
 """Hope: that a rate which nobody has seen for long, as where messages are single packets, has risen meanwhile.
 
 A fall would be seen, because then packets queue; but a rise may never be, since by the old rate it seems best to send
-little. Exchanges then take less time than they did, and when that is beyond doubt it is hoped that the rate has risen;
-where their bytes take too little time for it to show, that is hoped now and then for no reason. To hope is to decide
-for FACTOR times the rate: much, so that it soon shows whether it is true.
+little. Exchanges then take less time than they did, and when that is beyond doubt it is hoped that the rate has risen.
+Their bytes may take too little time for it to show, or latency may have changed with it, so that is also hoped now and
+then for no reason. To hope is to decide for FACTOR times the rate: much, so that it soon shows whether it is true.
 
 If more is then sent, the rate may be seen. If not, how much longer exchanges take than those before tells whether the
 hope has come true, and then that is the rate, and there may be more to hope for; or was in vain, and then it is done
@@ -75,13 +75,13 @@ class Hope(NamedTuple):
         """
         hope = self._replace(steps=self.steps + steps)
         if self.factor == 1:
-            return hope._with_a_hint(_odds(-moving / 2, late, noise), moving, shows=moving / 2 > noise)
+            return hope._with_a_hint(_odds(-moving / 2, late, noise), moving)
         return hope._with_a_trial(late, moving, noise)
 
-    def _with_a_hint(self, odds: float, moving: float, shows: bool) -> Hope:
+    def _with_a_hint(self, odds: float, moving: float) -> Hope:
         evidence = max(0.0, rounded(self.evidence + odds))
         needed = SURE if self.patience == PATIENCE else SURER
-        if evidence >= needed or self.steps >= max(self.patience, MOST_PATIENCE if shows else 0):
+        if evidence >= needed or self.steps >= self.patience:
             return Hope(FACTOR, patience=self.patience, moved=rounded(moving / FACTOR))
         return self._replace(evidence=evidence)
 
