@@ -19,6 +19,7 @@ from thinwire.control.agreement import rounded
 
 FACTOR = 8  # times the rate that was seen: where that changes nothing, nothing will
 PATIENCE = 20  # steps without a look at the rate, before anything is hoped for; and for which it is, without a sign
+WARY = 2 * PATIENCE  # the same where there is reason for doubt from the beginning
 MOST_PATIENCE = 80  # after which a hope in vain, some four steps of a plan that sends too much, costs 2 % at most
 IDLE_PATIENCE = 160  # the same where it changed nothing, so that there is little to be won
 TRIED = 1.1  # times what the plan before takes to move its bytes is a plan that sends more

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
 from thinwire.control.computing import MESSAGE, compress_seconds
 from thinwire.control.gain import CANDIDATES, GainCurve
-from thinwire.control.hope import PATIENCE, Hope
+from thinwire.control.hope import WARY, Hope
 from thinwire.control.prices import Prices, Way
 from thinwire.types import Network, Plan, Told
 
@@ -276,7 +276,7 @@ class View(NamedTuple):
         if rate_is_new:  # and not guessed from what is to be learned anew
             extras = {name: Running(running.value) for name, running in extras.items()}
         is_worse = self.network.alpha > learned_on.alpha or self.network.beta > learned_on.beta
-        hope = Hope(patience=2 * PATIENCE) if is_worse else Hope()  # as what gets worse seldom gets better at once
+        hope = Hope(patience=WARY) if is_worse else Hope()  # as what gets worse seldom gets better at once
         return self._replace(learned_on=self.network, hope=hope, extra=extras)
 
     def _with_beyond(
@@ -314,7 +314,7 @@ class View(NamedTuple):
         """The rate is what was assumed, on which everything is to be learned anew. Nobody has seen it, so beware."""
         assert self.assumed is not None
         extras = {name: Running(running.value) for name, running in self.extra.items() if name == str(way)}
-        hope = Hope(patience=2 * PATIENCE)
+        hope = Hope(patience=WARY)
         return self._replace(beta=self.assumed.beta, hope=hope, learned_on=self.assumed, extra=extras, held_back=())
 
     # --- what follows from it
