@@ -14,9 +14,13 @@ of some four seconds, and all meet the same machine. Each has a clock that stand
 that clock the network changes as its schedule says. Accuracy is worked out between turns, so that it costs no run
 anything.
 
-A run ends when it has reached the last target; that of adaptive some time after the schedule, to see where it comes to,
-and plain DDP's on a network without limits only after more steps than that. One that has not reached it ends later, or
-when adaptive's may where it has made far fewer steps than any training needs.
+All train by the same recipe, so many steps of which the last have a learning rate that falls to 0. A run ends when it
+has reached the last target; those of adaptive, and of plain DDP on a network without limits, when the training is over,
+to see where it comes to. One that has not reached it ends later, or earlier where it has made far fewer steps than any
+training needs.
+
+Fixed plans send values as they are, as in the papers. Adaptive rounds gathered values to four bits; how much of its
+advantage that is, two fixed plans that do so too tell.
 """
 
 from __future__ import annotations
@@ -60,10 +64,11 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "time_to_accuracy.json"
 HOSTS, BATCH, RATE = 8, 16, 0.05  # near the best rate for dense training
 SECONDS = 30.0  # that a schedule lasts, as long as it takes to come to the last target where it is not hard
-LEAST, LIMIT, TURN = 45.0, 70.0, 4.0  # that adaptive's run lasts, that any may last, and that a turn of one lasts
-KEPT_EVERY, AVERAGED, LOOKS_AT_THE_END = 0.5, 5, 10
+LIMIT, TURN = 70.0, 4.0  # that a run may last until it is at the last target, and that a turn lasts
+TRAINING, COOLING = 1000, 200  # steps in all, and those at the end in which the learning rate falls to 0
+KEPT_EVERY, AVERAGED = 0.5, 5
 TARGETS = (0.86, 0.865, 0.87)  # whose mean time methods are compared by: when a single one is met is luck in part
-LEAST_STEPS = 300  # without which nobody comes there: dense training takes 480
+LEAST_STEPS, SOON = 300, 45.0  # who has made fewer after so many seconds will not come there: dense takes 480
 REFERENCE = "unlimited"  # the network on which plain DDP shows what dense training comes to
 _kept_to_the_end: list[Any] = []
 
@@ -85,6 +90,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "allgather-0.01": {"exchange": "topk-allgather", "ratio": 0.01},
     "allgather-0.003": {"exchange": "topk-allgather", "ratio": 0.003},
     "allgather-0.001": {"exchange": "topk-allgather", "ratio": 0.001},
+    "allgather-0.01-log4": {"exchange": "topk-allgather", "ratio": 0.01, "values": "log4"},
+    "allgather-0.003-log4": {"exchange": "topk-allgather", "ratio": 0.003, "values": "log4"},
     "star-ring-0.03": {"exchange": "star-topk", "collective": "ring", "ratio": 0.03},
     "star-tree-0.03": {"exchange": "star-topk", "collective": "tree", "ratio": 0.03},
 }
@@ -126,8 +133,8 @@ def runs(network: str, methods: list[str], seed: int, limit: float) -> Iterator[
     schedule = profile.scaled(shape["scale"]).faster(shape["speed"])
     first = replace(schedule, changes=tuple(change for change in schedule.changes if change.at == 0), repeat=0.0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Lab(HOSTS, first, seed=seed) as lab:
-        lasting = {"ddp": 1.5 * LEAST} if network == REFERENCE else {"adaptive": LEAST}
-        config = json.dumps({"methods": methods, "lasting": lasting, "limit": limit, "seed": seed, "folder": folder})
+        whole = "ddp" if network == REFERENCE else "adaptive"
+        config = json.dumps({"methods": methods, "whole": whole, "limit": limit, "seed": seed, "folder": folder})
         over = threading.Event()
         player = threading.Thread(target=play, args=(lab, schedule, Path(folder), over), daemon=True)
         player.start()
@@ -233,31 +240,31 @@ class Time(NamedTuple):
 
 
 def _verdicts(means: dict[tuple[str, str], Time]) -> Iterator[str]:
-    """One line for each network: adaptive against whichever other method was the fastest there, over all targets."""
+    """Two lines for each network: adaptive against the fastest of those that send values as they are, and of all."""
     for network in NETWORKS:
         times = {m: mean for (n, m), mean in means.items() if n == network}
         ours = times.pop("adaptive", None)
-        if ours is not None and times:
-            best = min(times, key=times.__getitem__)
-            yield (
-                f"- {network}, mean over targets: adaptive {ours} s, the best other ({best}) {times[best]} s, "
-                f"{ours.seconds / times[best].seconds:.3f} times"
-            )
+        as_they_are = {m: mean for m, mean in times.items() if "values" not in METHODS[m]}
+        for others, of_whom in ((as_they_are, "that sends values as they are"), (times, "of all")):
+            if ours is not None and others:
+                best = min(others, key=others.__getitem__)
+                yield (
+                    f"- {network}, mean over targets: adaptive {ours} s, the best other {of_whom} ({best}) "
+                    f"{others[best]} s, {ours.seconds / others[best].seconds:.3f} times"
+                )
 
 
 def _beside_dense(runs: dict[str, Any]) -> Iterator[str]:
-    """One line for each network: what adaptive came to, and dense training of the same seeds after as many steps."""
+    """One line for each network: what adaptive and dense training come to at their ends, over the seeds of both."""
     for network in NETWORKS:
-        pairs = []
-        for name, result in runs.items():
-            reference = runs.get(f"{REFERENCE} ddp {name.split()[2]}")
-            if name.split()[:2] == [network, "adaptive"] and reference is not None:
-                for _, accuracy, steps in result["accuracy"][-LOOKS_AT_THE_END:]:
-                    dense = min(reference["accuracy"], key=lambda look, steps=steps: abs(look[2] - steps))
-                    pairs.append((accuracy, dense[1]))
+        pairs = [
+            (result["accuracy"][-1][1], runs[f"{REFERENCE} ddp {name.split()[2]}"]["accuracy"][-1][1])
+            for name, result in runs.items()
+            if name.split()[:2] == [network, "adaptive"] and f"{REFERENCE} ddp {name.split()[2]}" in runs
+        ]
         if pairs:
             ours, dense = (statistics.mean(column) for column in zip(*pairs, strict=True))
-            yield f"- {network}: adaptive ends at {ours:.2%}, dense training after as many steps is at {dense:.2%}"
+            yield f"- {network}: after {TRAINING} steps adaptive is at {ours:.2%}, dense training at {dense:.2%}"
 
 
 def time_to(curve: list[list[float]], target: float) -> float | None:
@@ -271,13 +278,16 @@ def time_to(curve: list[list[float]], target: float) -> float | None:
 # --- on the hosts
 
 
-def train_all(methods: list[str], lasting: dict[str, float], limit: float, seed: int, folder: str) -> None:
-    """By all methods in turns. What belongs to one is kept to the end: torch's destructors may wait for each other."""
+def train_all(methods: list[str], whole: str, limit: float, seed: int, folder: str) -> None:
+    """By all methods in turns, by one of them to the end.
+
+    What belongs to one is kept until all are: torch's destructors may wait for each other.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     data, test = fashion("train"), fashion("t10k")
     warm_up(data)
-    training = [Training(m, lasting.get(m, 0.0), limit, seed, data, test, Path(folder)) for m in methods]
+    training = [Training(m, m == whole, limit, seed, data, test, Path(folder)) for m in methods]
     _kept_to_the_end.extend(training)
     turn = itertools.count()
     while training:
@@ -301,10 +311,10 @@ class Training:
     """One run on this host, and on the first what comes of it."""
 
     def __init__(
-        self, method: str, least: float, limit: float, seed: int, data: Examples, test: Examples, folder: Path
+        self, method: str, is_whole: bool, limit: float, seed: int, data: Examples, test: Examples, folder: Path
     ) -> None:
         self.method, self.data, self.test, self.folder = method, data, test, folder
-        self.least, self.limit = least, limit
+        self.is_whole, self.limit = is_whole, limit
         self.rank, self.group = dist.get_rank(), dist.new_group()
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(net(), bucket_cap_mb=100, process_group=self.group)
@@ -319,7 +329,7 @@ class Training:
 
     def take_turn(self, turn: int) -> None:
         """Make some steps on the network as it is at this run's time."""
-        number = torch.tensor(max(1, round(TURN * self.pace)))
+        number = torch.tensor(min(max(1, round(TURN * self.pace)), TRAINING - self.steps))
         dist.broadcast(number, 0)
         if self.rank == 0:
             write_whole(self.folder / "asked", f"{turn} {self.clock}")
@@ -331,7 +341,8 @@ class Training:
         for _ in range(int(number)):
             self._step()
             elapsed = time.monotonic() - begin
-            if self.rank == 0 and elapsed - self.kept[-1][0] >= KEPT_EVERY:
+            is_due = elapsed - self.kept[-1][0] >= KEPT_EVERY or self.steps == TRAINING
+            if self.rank == 0 and is_due:
                 self.kept.append((elapsed, self.steps, parameters(self.model)))
             if self.rank == 0 and self.comm is not None:
                 self._note_plan(round(elapsed, 2), str(self.comm.plan))
@@ -345,19 +356,22 @@ class Training:
     def _step(self) -> None:
         images, labels = self.data
         batch = torch.randint(len(images), (BATCH,), generator=self.order)
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (TRAINING - self.steps) / COOLING)
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(scaled(images[batch])), labels[batch]).backward()
         self.optimizer.step()
         self.steps += 1
 
     def is_over(self) -> bool:
-        """Whether it has come to the last target or cannot any more, as the first host sees it, and then its end."""
+        """Whether it has come to its end, or to the last target, or cannot any more, as the first host sees it."""
         over = torch.zeros(1)
         if self.rank == 0:
             self._draw_curve()
             arrived = time_to(self.curve, TARGETS[-1]) is not None
-            limit = min(LEAST, self.limit) if self.steps < LEAST_STEPS else self.limit
-            over[0] = self.clock > self.least and (arrived or self.clock > limit)
+            limit = min(SOON, self.limit) if self.steps < LEAST_STEPS else self.limit
+            has_ended = self.steps == TRAINING
+            over[0] = has_ended if self.is_whole else has_ended or arrived or self.clock > limit
         dist.broadcast(over, 0)
         if over and self.comm is not None:
             self.comm.close()

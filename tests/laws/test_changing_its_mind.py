@@ -71,7 +71,7 @@ def test_a_gain_that_falls_below_what_is_safe_is_raised_again_and_stays_there(tm
         sync.close()
         return seen
 
-    seen = ThreadWorld(4, THIN).run(program)[0]
+    seen = ThreadWorld(4, Network(alpha=1e-3, beta=4 * THIN.beta)).run(program)[0]
     decisions = [record for record in records.read(path) if record["kind"] == "decision"]
     raised = [decision for decision in decisions if "under the least allowed" in decision["trigger"]]
     assert 1 <= len(raised) <= 2 and all(d["plan"]["ratio"] > d["before"]["ratio"] for d in raised)

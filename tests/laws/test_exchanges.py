@@ -11,6 +11,7 @@ import torch
 
 from thinwire.collectives import BROADCASTS
 from thinwire.compress.base import Compensated
+from thinwire.compress.values import VALUES
 from thinwire.exchange import NAMES, TOLD, build, collectives_of, complete
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.types import Exchanged, Network, Plan, Told
@@ -30,8 +31,9 @@ def _plans(ratio: float) -> list[Plan]:
                 continue  # needs a process group: tests/process
             broadcasts = BROADCASTS if name in ("star-topk", "var-topk") else ("tree",)
             plans += [complete(name, ratio, collective, broadcast) for broadcast in broadcasts]
-    half = [dataclasses.replace(plan, values="float16") for plan in plans if plan.exchange.endswith("allgather")]
-    return plans + half
+    gathered = [plan for plan in plans if plan.exchange.endswith("allgather")]
+    rounded = [type for type in VALUES if type != "float32"]
+    return plans + [dataclasses.replace(plan, values=values) for plan in gathered for values in rounded]
 
 
 def _name(plan: Plan) -> str:

@@ -144,7 +144,7 @@ def test_bad_input_is_refused_before_anything_is_sent_with_the_way_out() -> None
         "collective": "collective for star-topk 'star'. Known are: ring, tree, halving, direct, torch",
         "gathered over torch": "collective for topk-allgather 'torch'. Known are: ring, tree, halving, direct",
         "broadcast": "Known are: tree, scatter",
-        "values": "Known are: float32, float16",
+        "values": "Known are: float32, float16, bfloat16, log4",
         "half reduced": "star-topk adds values on the way",
         "link": "Known are: tcp, process",
         "low pass": r"low_pass must be in \(0, 1\]",

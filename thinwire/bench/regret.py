@@ -128,7 +128,7 @@ class _Bench:
         self._gradient = torch.randn(size, generator=torch.Generator().manual_seed(link.rank)).view(100, -1)
         self._adaptive: Synchronizer | None = None
         self._truth: Network | None = None  # in the cell before
-        self._ways = ways(link.world_size, has_group=True)
+        self._ways = ways(link.world_size, has_group=True, values=Adaptive().values)
         self._prices = Prices(size, 4, link.world_size, self._ways)
         self._fixed: dict[Way, Synchronizer] = {}
 
@@ -212,6 +212,7 @@ class _Bench:
                 ratio=None if way.exchange == "dense" else self._ratio,
                 collective=way.collective,
                 broadcast=way.broadcast,
+                values=way.values,
                 link=self._link,
                 broadcast_parameters=False,
             )

@@ -66,6 +66,13 @@ PriceList = Annotated[
         help="ours: this implementation's schedules, played. paper: Tyagi & Swany's closed forms.",
     ),
 ]
+Values = Annotated[
+    str,
+    typer.Option(
+        metavar="CODE",
+        help="With --prices ours, how gathered values are sent: float32, float16, bfloat16, or log4 as adaptive does.",
+    ),
+]
 Gains = Annotated[
     str,
     typer.Option(
@@ -109,6 +116,7 @@ def plan(
     overhead: Overhead = "0s",
     ratio: OneRatio = None,
     prices: PriceList = "ours",
+    values: Values = "float32",
     gains: Gains = "resnet18",
     low: Low = 0.001,
     high: High = 0.1,
@@ -128,7 +136,7 @@ def plan(
 
     with _told():
         network, chosen, points = _network(latency, rate, overhead), _checked(ratio), None
-        price_list = _price_list(prices, network, params, hosts, low, high)
+        price_list = _price_list(prices, values, network, params, hosts, low, high)
         if chosen is None:
             gain = _gain(gains)
             points = pareto.front(price_list.fastest, gain, low, high)
@@ -181,11 +189,13 @@ def _gain(text: str) -> Callable[[float], float]:
     return paper.gain_curve(readings)
 
 
-def _price_list(name: str, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
+def _price_list(name: str, values: str, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
     if name == "paper":
+        if values != "float32":
+            raise ValueError(f"--values {values} belongs to --prices ours: the paper's price list knows no other.")
         return _papers(network, params, hosts)
     if name == "ours":
-        return _ours(network, params, hosts, low, high)
+        return _ours(values, network, params, hosts, low, high)
     raise ValueError(f"--prices must be ours or paper, got {name!r}.")
 
 
@@ -207,14 +217,14 @@ def _papers(network: Network, params: int, hosts: int) -> _Prices:
     return _Prices(lines, fastest, ("latencies in a row", "bytes in a row"))
 
 
-def _ours(network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
+def _ours(values: str, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
     import numpy as np
 
     from thinwire.control.prices import Prices, ways
 
     if hosts > _HOSTS:
         raise ValueError(f"--prices ours plays every message, which takes too long for more than {_HOSTS} hosts.")
-    prices = Prices(params, 4, hosts, ways(hosts, has_group=True))
+    prices = Prices(params, 4, hosts, ways(hosts, has_group=True, values=values))
     sparse = [i for i, way in enumerate(prices.ways) if way.exchange != "dense"]
 
     def lines(ratio: float) -> list[_Line]:

@@ -1,4 +1,4 @@
-"""What goes on the wire: indices in the smallest of four codings, values as they are or in half precision.
+"""What goes on the wire: indices in the smallest of four codings, values as they are or rounded (values.py).
 
 Which coding is smallest follows from how many entries there are and how many are sent, so nothing has to announce it,
 and every message has a size that both ends know beforehand. Sizes are whole 64-bit words.
@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from thinwire.compress.base import kernels
+from thinwire.compress.values import value_code
 from thinwire.types import Sparse
-
-VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 class IndexCode(ABC):
@@ -152,33 +151,29 @@ class Coding:
         n: entries of the whole tensor.
         k: entries that are sent.
         dtype: of the tensor.
-        values: "float32" sends values as they are; "float16" rounds them, and what would overflow becomes the largest
-            finite number, so that the rest stays in the error.
+        values: "float32" sends values as they are. The others round them, and what that loses stays in the error:
+            "float16" to 11 bits, but knows no numbers below 6e-8; "bfloat16" to 8 bits; "log4" to one of eight
+            magnitudes (values.py).
     """
 
     def __init__(self, n: int, k: int, dtype: torch.dtype, values: str = "float32") -> None:
         self.n, self.k = n, k
-        self.dtype = dtype
-        self.value_dtype = torch.float16 if values == "float16" else dtype
-        self.rounds = self.value_dtype != dtype
-        self.code = code_for(n, k)
+        self.code, self._values = code_for(n, k), value_code(values, dtype)
+        self.rounds = self._values.rounds
         self.index_bytes = self.code.nbytes(n, k)
-        self.nbytes = self.index_bytes + 8 * _words(8 * k * self.value_dtype.itemsize)
-
-    def round(self, values: torch.Tensor) -> torch.Tensor:
-        """The values as the other end will see them."""
-        return self._narrow(values).to(self.dtype)
+        self.nbytes = self.index_bytes + self._values.nbytes(k)
 
     def encode(self, entries: Sparse, out: torch.Tensor) -> None:
         """Write into `out`, a uint8 tensor of `nbytes`."""
         self.encode_indices(entries.indices, out[: self.index_bytes])
-        values = out[self.index_bytes :].view(self.value_dtype)
-        values[: self.k] = self._narrow(entries.values)
-        values[self.k :] = 0
+        self._values.encode(entries.values, out[self.index_bytes :])
 
     def decode(self, message: torch.Tensor) -> Sparse:
         indices = self.decode_indices(message[: self.index_bytes])
-        return Sparse(indices, message[self.index_bytes :].view(self.value_dtype)[: self.k].to(self.dtype))
+        return Sparse(indices, self.decode_values(message))
+
+    def decode_values(self, message: torch.Tensor) -> torch.Tensor:
+        return self._values.decode(message[self.index_bytes :], self.k)
 
     def encode_indices(self, indices: torch.Tensor, out: torch.Tensor) -> None:
         self.code.encode(indices, self.n, out)
@@ -189,12 +184,6 @@ class Coding:
         if indices.numel() != self.k or not _ascends(indices, self.n):
             raise ValueError(f"the {self.code.name} code received is not {self.k} ascending indices below {self.n}.")
         return indices
-
-    def _narrow(self, values: torch.Tensor) -> torch.Tensor:
-        if not self.rounds:
-            return values
-        limit = torch.finfo(self.value_dtype).max
-        return values.clamp(-limit, limit).to(self.value_dtype)
 
 
 def _words(bits: int) -> int:

@@ -355,6 +355,39 @@ def decode_bitmap(words, indices):
 
 
 @_compiled
+def extent(values):
+    """The smallest magnitude that is not 0 and the largest, both 0 if there is none; and whether some are 0."""
+    smallest, largest, zeros = np.inf, 0.0, 0
+    for i in range(values.shape[0]):
+        size = abs(values[i])
+        zeros += size == 0
+        if size > 0:
+            smallest = min(smallest, size)
+            largest = max(largest, size)
+    return smallest if largest > 0 else 0.0, largest, zeros > 0
+
+
+@_compiled
+def encode_ladder(values, middles, codes):
+    """Four bits each, the lower half of a byte first: 8 if it is negative, plus how many middles it exceeds."""
+    for place in range(codes.shape[0]):
+        byte = 0
+        for i in range(2 * place, min(2 * place + 2, values.shape[0])):
+            nibble = 8 if values[i] < 0 else 0
+            for j in range(middles.shape[0]):
+                nibble += abs(values[i]) > middles[j]
+            byte |= nibble << (4 * (i & 1))
+        codes[place] = byte
+
+
+@_compiled
+def decode_ladder(codes, signed, values):
+    """What each four bits stand for, of the sixteen in `signed`."""
+    for i in range(values.shape[0]):
+        values[i] = signed[(codes[i >> 1] >> (4 * (i & 1))) & 15]
+
+
+@_compiled
 def ascends(indices, limit):
     """Whether indices are distinct, ascending and in range(limit)."""
     previous = -1

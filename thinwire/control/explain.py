@@ -8,7 +8,7 @@ from thinwire.control.wording import rate_of, short
 from thinwire.types import Plan, StepRecord
 
 SHOWN = 8  # candidates
-WIDTH = 58  # of the longest plan
+WIDTH = 61  # of the longest plan
 
 
 def explain(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from thinwire.collectives import BROADCASTS, Leg, sent_bytes, sent_messages
-from thinwire.exchange import Exchange, build, collectives_of, complete
+from thinwire.exchange import Exchange, build, collectives_of, complete, gathers
 from thinwire.types import Network
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -26,29 +26,40 @@ COMMON = ("dense", "topk-allgather", "star-topk")
 
 
 class Way(NamedTuple):
-    """Which exchange, over which collective, with which broadcast of the indices: a plan without its ratio."""
+    """Which exchange, over which collective, with which broadcast of the indices and which type of the values.
+
+    That is a plan without its ratio.
+    """
 
     exchange: str
     collective: str
     broadcast: str = "tree"
+    values: str = "float32"
 
     def __str__(self) -> str:
         """
         >>> print(Way("star-topk", "ring", "scatter"))
         star-topk over ring, scatter broadcast
         """
-        over = f"{self.exchange} over {self.collective}"
-        return over if self.broadcast == "tree" else f"{over}, {self.broadcast} broadcast"
+        parts = [f"{self.exchange} over {self.collective}"]
+        if self.broadcast != "tree":
+            parts.append(f"{self.broadcast} broadcast")
+        if self.values != "float32":
+            parts.append(f"{self.values} values")
+        return ", ".join(parts)
 
 
 @functools.lru_cache
-def ways(world_size: int, has_group: bool, exchanges: tuple[str, ...] = COMMON) -> tuple[Way, ...]:
+def ways(
+    world_size: int, has_group: bool, exchanges: tuple[str, ...] = COMMON, values: str = "float32"
+) -> tuple[Way, ...]:
     """The ways worth pricing, those that are identical at this world size only once.
 
     Args:
         has_group: torch's own all_reduce can run too.
         exchanges: by name; layerwise-topk and ms-topk cost what topk-allgather does but for rounding, and var-topk more
             than star-topk, so they are left out unless named.
+        values: the type of the values where they are gathered.
 
     >>> [str(way) for way in ways(2, has_group=False)[:3]]
     ['dense over ring', 'dense over tree', 'topk-allgather over ring']
@@ -56,7 +67,7 @@ def ways(world_size: int, has_group: bool, exchanges: tuple[str, ...] = COMMON) 
     # Between two ranks the scatter broadcast is the tree's one message cut in two.
     broadcasts = tuple(BROADCASTS) if world_size > 2 else ("tree",)
     found = [
-        Way(exchange, collective, broadcast)
+        Way(exchange, collective, broadcast, values if gathers(exchange) else "float32")
         for exchange in exchanges
         for collective in collectives_of(exchange)
         if collective != "torch" or (has_group and exchange == "dense")
@@ -88,7 +99,7 @@ def _even(size: int) -> int:
 
 
 def _built(way: Way, ratio: float, sizes: tuple[int, ...]) -> Exchange:
-    return build(complete(way.exchange, ratio, way.collective, way.broadcast), sizes)
+    return build(complete(way.exchange, ratio, way.collective, way.broadcast, way.values), sizes)
 
 
 class _Case(NamedTuple):

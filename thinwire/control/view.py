@@ -54,7 +54,7 @@ JUMP = 0.5  # a sample that is further off than this share of the running value 
 
 
 def way_of(plan: Plan) -> Way:
-    return Way(plan.exchange, plan.collective, plan.broadcast)
+    return Way(plan.exchange, plan.collective, plan.broadcast, plan.values)
 
 
 def ratio_of_turn(turn: int) -> float:

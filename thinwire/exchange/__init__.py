@@ -8,14 +8,14 @@ from typing import NamedTuple
 from thinwire.collectives import ALL_GATHERS, ALL_REDUCES, BROADCASTS, Collective
 from thinwire.collectives.native import TorchAllReduce
 from thinwire.compress.base import Selector
-from thinwire.compress.coding import VALUE_DTYPES
 from thinwire.compress.topk import LayerwiseTopK, ThresholdTopK, TopK
+from thinwire.compress.values import VALUES
 from thinwire.exchange.ar_topk import StarTopk, VarTopk
 from thinwire.exchange.base import TOLD, Dense, Exchange, Stopwatch
 from thinwire.exchange.gathered import Gathered
 from thinwire.types import Plan
 
-__all__ = ["NAMES", "TOLD", "Exchange", "Stopwatch", "build", "collectives_of", "complete"]
+__all__ = ["NAMES", "TOLD", "Exchange", "Stopwatch", "build", "collectives_of", "complete", "gathers"]
 
 _ALL_REDUCES: dict[str, Collective] = {**ALL_REDUCES, "torch": TorchAllReduce()}
 
@@ -52,6 +52,11 @@ def collectives_of(exchange: str) -> tuple[str, ...]:
     return tuple(_KINDS[exchange].collectives)
 
 
+def gathers(exchange: str) -> bool:
+    """Whether every rank's values reach all others as they were sent, so that they may be rounded before."""
+    return _KINDS[exchange].collectives is ALL_GATHERS
+
+
 def complete(
     exchange: str,
     ratio: float = 0.01,
@@ -69,12 +74,12 @@ def complete(
     collective = collective or _KINDS[exchange].default
     _known(f"collective for {exchange}", collective, tuple(collectives))
     _known("broadcast", broadcast, tuple(BROADCASTS))
-    _known("values", values, tuple(VALUE_DTYPES))
+    _known("values", values, VALUES)
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio must be in (0, 1], got {ratio=}. For no compression use exchange='dense'.")
-    if values == "float16" and collectives is not ALL_GATHERS:
+    if values != "float32" and not gathers(exchange):
         raise ValueError(
-            f"{exchange} adds values on the way, and each addition in float16 would lose what no error memory sees. "
+            f"{exchange} adds values on the way, and each addition of {values} would lose what no error memory sees. "
             "Use values='float32', or an exchange over all-gather."
         )
     return Plan(exchange=exchange, collective=collective, ratio=float(ratio), broadcast=broadcast, values=values)

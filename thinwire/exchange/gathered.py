@@ -30,10 +30,9 @@ class Gathered(Exchange):
         head = TOLD * fed.x.element_size()
         messages = torch.empty(link.world_size, head + coding.nbytes, dtype=torch.uint8, device=fed.x.device)
         with watch:
-            sent = self._take(fed, ratio, step, coding)
+            sent = self._take(fed, ratio, step, coding, messages[link.rank, head:])
             told = told._replace(energy_sent=float(sent.values.double().square().sum()))
             messages[link.rank, :head].view(fed.x.dtype).copy_(torch.tensor(told, dtype=fed.x.dtype))
-            coding.encode(sent, messages[link.rank, head:])
         self.all_gather.run(link, messages.view(-1))
         with watch:
             mean = out[: fed.x.numel()].zero_()
@@ -46,12 +45,16 @@ class Gathered(Exchange):
         dtype = torch.float64 if itemsize == 8 else torch.float32
         return [Leg(self.all_gather, world_size * (itemsize * TOLD + self._coding(numel, dtype, ratio).nbytes), 1)]
 
-    def _take(self, fed: Compensated, ratio: float, step: int, coding: Coding) -> Sparse:
-        """Take the chosen entries out of x, as the other ends will see them; what rounding loses stays."""
+    def _take(self, fed: Compensated, ratio: float, step: int, coding: Coding, message: torch.Tensor) -> Sparse:
+        """Take the chosen entries out of x into a message, as the other ends will see them; what rounding loses stays.
+
+        They are given as the message has them.
+        """
         taken = take_entries(self.selector, fed, ratio, step)
+        coding.encode(taken, message)
         if not coding.rounds:
             return taken
-        sent = Sparse(taken.indices, coding.round(taken.values))
+        sent = Sparse(taken.indices, coding.decode_values(message))
         add_entries(fed.x, Sparse(taken.indices, taken.values - sent.values), 1.0)
         return sent
 

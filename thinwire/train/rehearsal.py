@@ -19,7 +19,7 @@ from thinwire.compress.base import has_kernels, multiply
 from thinwire.compress.histogram import Histogram
 from thinwire.compress.quantize import Compressor, Draw
 from thinwire.control.prices import Prices, ways
-from thinwire.exchange import TOLD, build, complete
+from thinwire.exchange import TOLD, build, complete, gathers
 from thinwire.link.base import Link
 from thinwire.link.thread import ThreadWorld
 from thinwire.train.layout import Layout
@@ -35,7 +35,7 @@ log = logging.getLogger("thinwire")
 
 
 @functools.cache
-def rehearse(exchanges: tuple[str, ...], dtype: torch.dtype) -> None:
+def rehearse(exchanges: tuple[str, ...], values: str, dtype: torch.dtype) -> None:
     """Price exchanges, and run those that may follow on numbers of this type. Once per process."""
     numbers = torch.ones(ENTRIES, dtype=dtype)
     if not has_kernels(numbers):
@@ -44,7 +44,7 @@ def rehearse(exchanges: tuple[str, ...], dtype: torch.dtype) -> None:
     Prices(ENTRIES, 4, 2, ways(2, has_group=False)).table(Network(alpha=1e-3, beta=1e-9), RATIOS)
     Histogram.of(numbers)
     multiply(numbers, 0.5)
-    ThreadWorld(2).run(lambda link: _exchange(link, exchanges, dtype))
+    ThreadWorld(2).run(lambda link: _exchange(link, exchanges, values, dtype))
     if time.monotonic() - begin > NOTICEABLE_SECONDS:
         log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
 
@@ -54,12 +54,13 @@ def rehearse_compressor(compressor: Compressor, dtype: torch.dtype) -> None:
     compressor.apply(torch.linspace(-1, 1, ENTRIES, dtype=dtype), Draw(seed=0, step=0, rank=0))
 
 
-def _exchange(link: Link, exchanges: tuple[str, ...], dtype: torch.dtype) -> None:
+def _exchange(link: Link, exchanges: tuple[str, ...], values: str, dtype: torch.dtype) -> None:
     """A small gradient, between two threads."""
     layout = Layout.of([("", nn.Parameter(torch.linspace(-1, 1, ENTRIES, dtype=dtype)))])
     out = torch.zeros(ENTRIES + TOLD, dtype=dtype)
     for name, ratio in itertools.product(exchanges, RATIOS):
-        exchange, memory = build(complete(name, ratio, "ring"), layout.sizes), ErrorMemory(layout)
+        plan = complete(name, ratio, "ring", values=values if gathers(name) else "float32")
+        exchange, memory = build(plan, layout.sizes), ErrorMemory(layout)
         for step in range(STEPS):
             fed = memory.feed(layout.parameters)
             exchange.run(link, fed, ratio, step, Told(energy=fed.energy), out)

@@ -59,7 +59,9 @@ class Synchronizer:
         collective: of a fixed exchange, ring, tree, halving or direct; where gradients are reduced also torch, its own
             all_reduce. Each exchange has a default.
         broadcast: how a fixed star-topk or var-topk spreads indices: tree, or scatter (fewer bytes, more messages).
-        values: float32, or float16 for half the bytes of a gathered value; what rounding loses is kept in the error.
+        values: how a fixed exchange sends gathered values: float32 for as they are, float16 or bfloat16 for half of the
+            bytes, log4 for an eighth; what rounding loses is kept in the error. (A gradient below 6e-8 is nothing in
+            float16.)
         link: tcp (our own connections), process (torch.distributed's), or a `Link`.
         timeout: seconds of silence from a peer after which waiting for it ends in `LinkTimeout`. Torch's own all_reduce
             has the process group's timeout instead.
@@ -118,7 +120,8 @@ class Synchronizer:
         self._explored_by: float = _STEPS_UNEXPLORED  # the step; infinity once something was, or it was said
         self._exchanges: dict[Plan, Exchange] = {}
         # Before there is a link, on which the others would wait for the one that compiles longest.
-        rehearse((plan.exchange,) if controller is None else controller.exchanges, self._layout.dtype)
+        may_run = ((plan.exchange,), plan.values) if controller is None else (controller.exchanges, controller.values)
+        rehearse(*may_run, self._layout.dtype)
         self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
             plan = complete("dense", 1.0, "ring")
@@ -452,8 +455,8 @@ def _first_plan(
 
 
 def _prices(layout: Layout, link: Link, controller: Adaptive | None, in_buckets: bool) -> Prices:
-    exchanges = () if controller is None else controller.exchanges
-    choice = ways(link.world_size, has_group=link.group is not None, exchanges=("dense", *exchanges))
+    exchanges, values = ((), "float32") if controller is None else (controller.exchanges, controller.values)
+    choice = ways(link.world_size, has_group=link.group is not None, exchanges=("dense", *exchanges), values=values)
     bucket_bytes = layout.nbytes if in_buckets else None
     return Prices(layout.numel, layout.dtype.itemsize, link.world_size, choice, layout.sizes, bucket_bytes)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from thinwire.control.adaptive import SPARSE, Adaptive
+from thinwire.control.adaptive import Adaptive
 from thinwire.control.decision import Standing
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import View
@@ -170,10 +170,11 @@ def first_plan(network: Network, params: int, world_size: int) -> dict[str, Any]
     """What adaptive would choose before it has seen a gradient; None for more ranks than can be played."""
     if not 1 < world_size <= MOST_RANKS:
         return None
-    choice = ways(world_size, has_group=True, exchanges=("dense", *SPARSE))
+    controller = Adaptive()
+    choice = ways(world_size, True, ("dense", *controller.exchanges), controller.values)
     prices = Prices(params, 4, world_size, choice)
     view = View(alpha=network.alpha, beta=network.beta)
-    decision = Adaptive().decide(view, Standing(plan=complete("dense", 1.0)), 0, prices)
+    decision = controller.decide(view, Standing(plan=complete("dense", 1.0)), 0, prices)
     if decision is None:
         return None
     dense = min(c.seconds for c in decision.candidates if c.plan.exchange == "dense")
