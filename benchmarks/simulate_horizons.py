@@ -3,7 +3,8 @@
     python benchmarks/simulate_horizons.py --networks c1,unpredictable --seeds 6      some 30 s a run
 
 Eight ranks train the CNN of time_to_accuracy.py in one process, with error feedback. A clock counts what each step
-would take by our prices, so a rule is judged by what it chooses alone. Prints seconds to accuracy, the mean over
+would take by our prices, so a rule is judged by what it chooses alone. Values are not rounded here, and the learning
+rate does not fall. Prints seconds to accuracy, the mean over
 targets and over seeds, and of each seed: from one to the next they differ by more than rules do.
 """
 
@@ -32,7 +33,7 @@ from thinwire.types import Network
 RATIOS = two_digit_ratios(*Adaptive().ratios)
 FEW = np.geomspace(RATIOS[0], RATIOS[-1], 9)  # between which prices are nearly straight lines
 EXCHANGE = "topk-allgather"
-WAYS = [Way(EXCHANGE, collective) for collective in ("direct", "halving", "ring")]
+WAYS = [Way(EXCHANGE, collective, values=Adaptive().values) for collective in ("direct", "halving", "ring")]
 REST, SLOWNESS, BEYOND = 0.026, 2.0, 1.1  # as they are in the lab with eight hosts on two cores
 SAMPLED = 9  # one of so many entries tells where the largest begin
 DECIDED_EVERY = 10  # steps

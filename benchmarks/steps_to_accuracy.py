@@ -32,6 +32,7 @@ import thinwire
 from thinwire.bench.machine import describe_machine
 from thinwire.compress.base import Compensated, Selector, add_entries, take_out
 from thinwire.compress.topk import LayerwiseTopK, ThresholdTopK, TopK
+from thinwire.compress.values import VALUES, value_code
 from thinwire.link.thread import ThreadWorld
 from thinwire.train.layout import Layout
 from thinwire.train.memory import ErrorMemory
@@ -180,12 +181,13 @@ class Workers:
     `check` holds it against the exchanges themselves. Threads would spend most of the time waiting for one another.
     """
 
-    def __init__(self, model: nn.Module, exchange: str, ratio: float, world_size: int) -> None:
+    def __init__(self, model: nn.Module, exchange: str, ratio: float, world_size: int, values: str = "float32") -> None:
         self.layout = Layout.of(model.named_parameters())
         self.memories = [ErrorMemory(self.layout) for _ in range(world_size)]
         self.exchange, self.ratio, self.step = exchange, ratio, 0
         selectors = {"layerwise-topk": LayerwiseTopK(self.layout.sizes), "ms-topk": ThresholdTopK()}
         self.selector: Selector = selectors.get(exchange, TopK())
+        self.code = value_code(values, self.layout.dtype)
 
     def errors(self) -> list[torch.Tensor]:
         return [torch.cat([e.flatten() for e in memory.state_dict().values()]) for memory in self.memories]
@@ -195,10 +197,9 @@ class Workers:
         fed = [memory.feed(grad) for memory, grad in zip(self.memories, grads, strict=True)]
         mean = torch.zeros(self.layout.numel)
         available = sum(f.energy for f in fed)
-        sent = 0.0
         for entries in self._sent(fed):
             add_entries(mean, entries, 1 / len(fed))
-            sent += float(entries.values.double().square().sum())
+        sent = available - sum(float(f.x.double().square().sum()) for f in fed)
         for memory in self.memories:
             memory.commit(nothing_left=False)
         self.step += 1
@@ -208,7 +209,7 @@ class Workers:
         if self.exchange == "dense":
             yield from (take_out(f.x, torch.arange(f.x.numel(), dtype=torch.int32)) for f in fed)
         elif self.exchange not in ("star-topk", "var-topk"):
-            yield from (self.selector.take(f, self.ratio, self.step) for f in fed)
+            yield from (self._rounded(f, self.selector.take(f, self.ratio, self.step)) for f in fed)
         else:
             leader = self.step % len(fed)
             if self.exchange == "var-topk":
@@ -217,13 +218,25 @@ class Workers:
             led = self.selector.take(fed[leader], self.ratio, self.step)
             yield from (led if f is fed[leader] else take_out(f.x, led.indices) for f in fed)
 
+    def _rounded(self, fed: Compensated, taken: Sparse) -> Sparse:
+        """As the others get it; what they do not get goes back."""
+        if not self.code.rounds:
+            return taken
+        k = taken.values.numel()
+        message = torch.empty(self.code.nbytes(k), dtype=torch.uint8)
+        self.code.encode(taken.values, message)
+        sent = Sparse(taken.indices, self.code.decode(message, k))
+        add_entries(fed.x, Sparse(taken.indices, taken.values - sent.values), 1.0)
+        return sent
+
 
 def check(world_size: int = 4, steps: int = 8) -> None:
     """Assert that the exchanges, run on the thread link, give the means and gains that `Workers` gives."""
-    for exchange in ("topk-allgather", "layerwise-topk", "ms-topk", "star-topk", "var-topk"):
-        model, world = mlp(), ThreadWorld(world_size)
-        syncs = world.run(lambda link: thinwire.Synchronizer(model, exchange, ratio=0.01, link=link, collective="tree"))  # noqa: B023
-        workers = Workers(model, exchange, 0.01, world_size)
+    plain = [(exchange, "float32") for exchange in ("layerwise-topk", "ms-topk", "star-topk", "var-topk")]
+    for exchange, values in [*(("topk-allgather", values) for values in VALUES), *plain]:
+        model, world, plan = mlp(), ThreadWorld(world_size), {"ratio": 0.01, "collective": "tree", "values": values}
+        syncs = world.run(lambda link: thinwire.Synchronizer(model, exchange, link=link, **plan))  # noqa: B023
+        workers = Workers(model, exchange, 0.01, world_size, values)
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)
             grads = [
@@ -236,7 +249,9 @@ def check(world_size: int = 4, steps: int = 8) -> None:
             assert math.isclose(syncs[0].last.gain, gain, rel_tol=1e-5), (exchange, step)
 
 
-def train(name: str, exchange: str, ratio: float, world_size: int, seed: int, max_steps: int) -> dict[str, Any]:
+def train(
+    name: str, exchange: str, ratio: float, world_size: int, seed: int, max_steps: int, values: str = "float32"
+) -> dict[str, Any]:
     """One run. The ranks are replicas, so one model serves them all; what each has of its own is data and error."""
     task = TASKS[name]
     (x, y), test = _cached(task.data)
@@ -247,7 +262,7 @@ def train(name: str, exchange: str, ratio: float, world_size: int, seed: int, ma
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=task.lr)
-    workers = Workers(model, exchange, ratio, world_size)
+    workers = Workers(model, exchange, ratio, world_size, values)
     batches = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(world_size)]
     run: dict[str, Any] = {"task": name, "exchange": exchange, "ratio": ratio, "world_size": world_size, "seed": seed}
     curve, kept, gains = [], [], []

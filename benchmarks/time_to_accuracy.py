@@ -240,12 +240,12 @@ class Time(NamedTuple):
 
 
 def _verdicts(means: dict[tuple[str, str], Time]) -> Iterator[str]:
-    """Two lines for each network: adaptive against the fastest of those that send values as they are, and of all."""
+    """Two lines for each network: adaptive against the fastest of those without four-bit values, and of all."""
     for network in NETWORKS:
         times = {m: mean for (n, m), mean in means.items() if n == network}
         ours = times.pop("adaptive", None)
-        as_they_are = {m: mean for m, mean in times.items() if "values" not in METHODS[m]}
-        for others, of_whom in ((as_they_are, "that sends values as they are"), (times, "of all")):
+        without = {m: mean for m, mean in times.items() if "values" not in METHODS[m]}
+        for others, of_whom in ((without, "without log4"), (times, "of all")):
             if ours is not None and others:
                 best = min(others, key=others.__getitem__)
                 yield (
@@ -261,6 +261,7 @@ def _beside_dense(runs: dict[str, Any]) -> Iterator[str]:
             (result["accuracy"][-1][1], runs[f"{REFERENCE} ddp {name.split()[2]}"]["accuracy"][-1][1])
             for name, result in runs.items()
             if name.split()[:2] == [network, "adaptive"] and f"{REFERENCE} ddp {name.split()[2]}" in runs
+            if result["steps"] == TRAINING
         ]
         if pairs:
             ours, dense = (statistics.mean(column) for column in zip(*pairs, strict=True))

@@ -63,7 +63,7 @@ class Told(NamedTuple):
     """Numbers that ride along with every exchange: a rank's own going in, their sums over all ranks coming out.
 
     Attributes:
-        energy_sent: the sum of squares of what is sent; the exchange fills it in.
+        energy_sent: how much smaller the sum of squares is of what is left; the exchange fills it in.
         energy: the sum of squares of what there was.
         gradient: that of the gradient alone, without the error; 0 where nobody looked.
         not_finite: 1 if some entry is not finite.

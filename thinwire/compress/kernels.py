@@ -356,15 +356,18 @@ def decode_bitmap(words, indices):
 
 @_compiled
 def extent(values):
-    """The smallest magnitude that is not 0 and the largest, both 0 if there is none; and whether some are 0."""
-    smallest, largest, zeros = np.inf, 0.0, 0
+    """The smallest, largest and mean magnitude of those that are not 0, all 0 if there are none; and if some are 0."""
+    smallest, largest, total, others = np.inf, 0.0, 0.0, 0
     for i in range(values.shape[0]):
-        size = abs(values[i])
-        zeros += size == 0
+        size = np.float64(abs(values[i]))
         if size > 0:
             smallest = min(smallest, size)
             largest = max(largest, size)
-    return smallest if largest > 0 else 0.0, largest, zeros > 0
+            total += size
+            others += 1
+    if others == 0:
+        return 0.0, 0.0, 0.0, True
+    return smallest, largest, total / others, others < values.shape[0]
 
 
 @_compiled

@@ -1,8 +1,8 @@
 """How the values of chosen entries go on the wire: as they are, as shorter floats, or as four bits.
 
 Whatever a code loses stays in the error, to be sent later, so what counts is how many entries the bytes pay for. At a
-ratio of 0.01 an index takes some nine bits: with values as they are an entry takes 41, by `log4` 13. Trained with it
-a CNN was none the worse (docs/how-it-decides.md).
+ratio of 0.01 an index takes some nine bits: with values as they are an entry takes 41, by `log4` 13. What that costs in
+steps is in docs/how-it-decides.md.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.compress.base import kernels
+from thinwire.compress.base import has_kernels, kernels
 
 LEVELS = 8  # magnitudes of log4: with the sign they are four bits
+DUST = 1 / 16  # of the mean magnitude: what is smaller is next to nothing, and does not set them far apart
+MOST_SHARE = 0.1  # of all entries: where more are sent they are of all sizes, and eight magnitudes are too few
 _MOST = 1023.0  # the largest power of two that a float knows
 
 
@@ -69,8 +71,8 @@ class Ladder(ValueCode):
     """A sign, and the nearest of eight magnitudes that go from the smallest of the values to the largest.
 
     From each to the next it is the same factor b = (largest / smallest)^(1/7), so a value changes by (b - 1) / (b + 1)
-    of itself at most: with a largest that is 100 times the smallest, by a third, and by far less of the energy. However
-    far apart they are, none is lost and none is turned round. If some values are 0 that is a magnitude too.
+    of itself at most: by a third where the largest is 100 times the smallest. If some values are 0 that is a magnitude
+    too, and the factor is of one rung less. What is smaller than DUST times the mean becomes that or 0, if nearer.
 
     The magnitudes are sent along, [magnitudes | four bits each], so that no two processors need to agree on a power.
     """
@@ -83,7 +85,7 @@ class Ladder(ValueCode):
         magnitudes = torch.tensor(_magnitudes(*_extent(values)), dtype=self.dtype, device=values.device)
         ladder.copy_(magnitudes)
         middles = magnitudes[:-1] / 2 + magnitudes[1:] / 2
-        if kernels is not None and values.device.type == "cpu":
+        if kernels is not None and has_kernels(values):
             kernels.encode_ladder(values.numpy(), middles.numpy(), codes.numpy())
             return
         nibbles = torch.zeros(2 * codes.numel(), dtype=torch.uint8, device=values.device)
@@ -94,7 +96,7 @@ class Ladder(ValueCode):
     def decode(self, code: torch.Tensor, k: int) -> torch.Tensor:
         ladder, codes = self._sections(code)
         signed = torch.cat([ladder, -ladder])
-        if kernels is not None and code.device.type == "cpu":
+        if kernels is not None and has_kernels(ladder):
             values = torch.empty(k, dtype=self.dtype)
             kernels.decode_ladder(codes.numpy(), signed.numpy(), values.numpy())
             return values
@@ -105,25 +107,28 @@ class Ladder(ValueCode):
         return code[:size].view(self.dtype), code[size:]
 
 
-def _extent(values: torch.Tensor) -> tuple[float, float, bool]:
-    """The smallest magnitude that is not 0 and the largest, both 0 if there is none; and whether some are 0."""
-    if kernels is not None and values.device.type == "cpu":
-        smallest, largest, has_zeros = kernels.extent(values.numpy())
-        return float(smallest), float(largest), bool(has_zeros)
-    sizes = values.abs()
+def _extent(values: torch.Tensor) -> tuple[float, float, float, bool]:
+    """The smallest, largest and mean magnitude of those that are not 0, all 0 if there are none; and if some are 0."""
+    if kernels is not None and has_kernels(values):
+        smallest, largest, mean, has_zeros = kernels.extent(values.numpy())
+        return float(smallest), float(largest), float(mean), bool(has_zeros)
+    sizes = values.abs().double()
     others = sizes[sizes > 0]
-    ends = others.aminmax() if others.numel() else (0.0, 0.0)
-    return float(ends[0]), float(ends[1]), others.numel() < sizes.numel()
+    if not others.numel():
+        return 0.0, 0.0, 0.0, True
+    return float(others.min()), float(others.max()), float(others.mean()), others.numel() < sizes.numel()
 
 
-def _magnitudes(smallest: float, largest: float, has_zeros: bool) -> list[float]:
+def _magnitudes(smallest: float, largest: float, mean: float, has_zeros: bool) -> list[float]:
     """Eight, ascending by one factor, and the ends exactly; 0 is the first of them if some values are.
 
-    >>> _magnitudes(1.0, 128.0, False)
+    >>> _magnitudes(1.0, 128.0, 10.0, False)
     [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
     """
     if not 0 < smallest <= largest < math.inf:  # there is nothing else, or nothing that will be used
         return [0.0] * LEVELS
+    if smallest < DUST * mean:
+        smallest, has_zeros = DUST * mean, True
     steps = LEVELS - 2 if has_zeros else LEVELS - 1
     low, high = math.log2(smallest), math.log2(largest)
     powers = [2 ** min(low + (high - low) * i / steps, _MOST) for i in range(1, steps)]

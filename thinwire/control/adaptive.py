@@ -77,7 +77,8 @@ class Adaptive:
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
         values: how gathered values are sent. "log4", four bits each, is a third of the bytes of "float32" for the same
-            entries, and costs nothing of what is learned: what rounding loses is kept in the error.
+            entries; what rounding loses is kept in the error, and costs no steps that one could see
+            (docs/how-it-decides.md). "float32" sends them as they are.
         warmup: over so many steps the least ratio falls from 1 to the largest of `ratios`, in a line.
         change: decide again when latency or rate has changed by this share since the last decision.
         gain_change: the same for the gain.
@@ -148,7 +149,7 @@ class Adaptive:
         found = list(self._candidates(judged, affordable, view)) or list(self._candidates(judged, ALL, view))
         candidates = sorted(found, key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
-        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view)
+        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view, prices)
         if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
             candidates = sorted([*candidates, chosen], key=_by_cost)
         return Decision(
@@ -202,7 +203,7 @@ class Adaptive:
         warming_up = standing.since < self.warmup
         if warming_up and step >= min(standing.since + max(1, self.warmup // 10), self.warmup):
             return "warm-up"  # and once more when it is over, whenever that is heard of
-        if not warming_up and not self._allows(standing.plan):
+        if not warming_up and not self._allows(standing.plan, prices):
             return "the plan in force is out of bounds"
         assert standing.known_beta is not None
         is_far = is_off(view.network.alpha, standing.alpha, FAR) or is_off(view.network.beta, standing.known_beta, FAR)
@@ -328,10 +329,11 @@ class Adaptive:
         """The least gain to choose."""
         return min(1.0, ROOM * self._least_gain(exchange, view))
 
-    def _allows(self, plan: Plan) -> bool:
+    def _allows(self, plan: Plan, prices: Prices) -> bool:
         """Not so of one that warming up has left behind, or a state of a run with other settings."""
         low, high = self.ratios
-        return plan.exchange == "dense" or (plan.exchange in self.exchanges and low <= plan.ratio <= high)
+        is_known = any((way.exchange, way.values) == (plan.exchange, plan.values) for way in prices.ways)
+        return plan.exchange == "dense" or (plan.exchange in self.exchanges and is_known and low <= plan.ratio <= high)
 
     def _ratios(self, step: int) -> Floats:
         """All ratios of two digits within bounds, and while warming up none below the line."""
@@ -341,10 +343,10 @@ class Adaptive:
             high = max(low, high)
         return two_digit_ratios(low, high)
 
-    def _choose(self, best: Candidate, standing: Standing, now: Candidate, view: View) -> Candidate:
+    def _choose(self, best: Candidate, standing: Standing, now: Candidate, view: View, prices: Prices) -> Candidate:
         """The best, unless what runs already is nearly as good."""
         enough = now.gain >= self._least_gain(now.plan.exchange, view)
-        if standing.alpha is None or standing.guessed or not enough or not self._allows(now.plan):
+        if standing.alpha is None or standing.guessed or not enough or not self._allows(now.plan, prices):
             return best
         if self.objective == "knee":
             near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from thinwire.collectives import BROADCASTS, Leg, sent_bytes, sent_messages
-from thinwire.exchange import Exchange, build, collectives_of, complete, gathers
+from thinwire.exchange import Exchange, build, collectives_of, complete, values_for
 from thinwire.types import Network
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -67,7 +67,7 @@ def ways(
     # Between two ranks the scatter broadcast is the tree's one message cut in two.
     broadcasts = tuple(BROADCASTS) if world_size > 2 else ("tree",)
     found = [
-        Way(exchange, collective, broadcast, values if gathers(exchange) else "float32")
+        Way(exchange, collective, broadcast, values_for(exchange, values))
         for exchange in exchanges
         for collective in collectives_of(exchange)
         if collective != "torch" or (has_group and exchange == "dense")

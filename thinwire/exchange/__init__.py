@@ -15,7 +15,7 @@ from thinwire.exchange.base import TOLD, Dense, Exchange, Stopwatch
 from thinwire.exchange.gathered import Gathered
 from thinwire.types import Plan
 
-__all__ = ["NAMES", "TOLD", "Exchange", "Stopwatch", "build", "collectives_of", "complete", "gathers"]
+__all__ = ["NAMES", "TOLD", "Exchange", "Stopwatch", "build", "collectives_of", "complete", "values_for"]
 
 _ALL_REDUCES: dict[str, Collective] = {**ALL_REDUCES, "torch": TorchAllReduce()}
 
@@ -52,9 +52,13 @@ def collectives_of(exchange: str) -> tuple[str, ...]:
     return tuple(_KINDS[exchange].collectives)
 
 
-def gathers(exchange: str) -> bool:
-    """Whether every rank's values reach all others as they were sent, so that they may be rounded before."""
-    return _KINDS[exchange].collectives is ALL_GATHERS
+def values_for(exchange: str, values: str) -> str:
+    """How this exchange sends values where they should be sent like this, if they may be rounded.
+
+    They may where every rank's reach all others as they were sent. Where values are added on the way each addition
+    would round again, and lose what no error memory sees.
+    """
+    return values if _KINDS[exchange].collectives is ALL_GATHERS else "float32"
 
 
 def complete(
@@ -77,7 +81,7 @@ def complete(
     _known("values", values, VALUES)
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio must be in (0, 1], got {ratio=}. For no compression use exchange='dense'.")
-    if values != "float32" and not gathers(exchange):
+    if values_for(exchange, values) != values:
         raise ValueError(
             f"{exchange} adds values on the way, and each addition of {values} would lose what no error memory sees. "
             "Use values='float32', or an exchange over all-gather."

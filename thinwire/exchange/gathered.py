@@ -30,8 +30,8 @@ class Gathered(Exchange):
         head = TOLD * fed.x.element_size()
         messages = torch.empty(link.world_size, head + coding.nbytes, dtype=torch.uint8, device=fed.x.device)
         with watch:
-            sent = self._take(fed, ratio, step, coding, messages[link.rank, head:])
-            told = told._replace(energy_sent=float(sent.values.double().square().sum()))
+            sent, energy = self._take(fed, ratio, step, coding, messages[link.rank, head:])
+            told = told._replace(energy_sent=energy)
             messages[link.rank, :head].view(fed.x.dtype).copy_(torch.tensor(told, dtype=fed.x.dtype))
         self.all_gather.run(link, messages.view(-1))
         with watch:
@@ -45,18 +45,26 @@ class Gathered(Exchange):
         dtype = torch.float64 if itemsize == 8 else torch.float32
         return [Leg(self.all_gather, world_size * (itemsize * TOLD + self._coding(numel, dtype, ratio).nbytes), 1)]
 
-    def _take(self, fed: Compensated, ratio: float, step: int, coding: Coding, message: torch.Tensor) -> Sparse:
-        """Take the chosen entries out of x into a message, as the other ends will see them; what rounding loses stays.
+    def _take(
+        self, fed: Compensated, ratio: float, step: int, coding: Coding, message: torch.Tensor
+    ) -> tuple[Sparse, float]:
+        """Take the chosen entries out of x into a message; what rounding loses stays.
 
-        They are given as the message has them.
+        Returns:
+            the entries as the other ends will see them, and the energy that x has less for it.
         """
         taken = take_entries(self.selector, fed, ratio, step)
         coding.encode(taken, message)
         if not coding.rounds:
-            return taken
+            return taken, _energy(taken.values)
         sent = Sparse(taken.indices, coding.decode_values(message))
-        add_entries(fed.x, Sparse(taken.indices, taken.values - sent.values), 1.0)
-        return sent
+        lost = taken.values - sent.values
+        add_entries(fed.x, Sparse(taken.indices, lost), 1.0)
+        return sent, _energy(taken.values) - _energy(lost)
 
     def _coding(self, numel: int, dtype: torch.dtype, ratio: float) -> Coding:
         return Coding(numel, self.selector.count(numel, ratio), dtype, self.values)
+
+
+def _energy(values: torch.Tensor) -> float:
+    return float(values.double().square().sum())

@@ -32,7 +32,7 @@ def attach(
     ratio: float | None = None,
     collective: str | None = None,
     broadcast: str = "tree",
-    values: str = "float32",
+    values: str | None = None,
     link: str | Link = "tcp",
     timeout: float = 300.0,
     low_pass: float = 1.0,

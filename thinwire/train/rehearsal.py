@@ -19,7 +19,7 @@ from thinwire.compress.base import has_kernels, multiply
 from thinwire.compress.histogram import Histogram
 from thinwire.compress.quantize import Compressor, Draw
 from thinwire.control.prices import Prices, ways
-from thinwire.exchange import TOLD, build, complete, gathers
+from thinwire.exchange import TOLD, build, complete, values_for
 from thinwire.link.base import Link
 from thinwire.link.thread import ThreadWorld
 from thinwire.train.layout import Layout
@@ -59,7 +59,7 @@ def _exchange(link: Link, exchanges: tuple[str, ...], values: str, dtype: torch.
     layout = Layout.of([("", nn.Parameter(torch.linspace(-1, 1, ENTRIES, dtype=dtype)))])
     out = torch.zeros(ENTRIES + TOLD, dtype=dtype)
     for name, ratio in itertools.product(exchanges, RATIOS):
-        plan = complete(name, ratio, "ring", values=values if gathers(name) else "float32")
+        plan = complete(name, ratio, "ring", values=values_for(name, values))
         exchange, memory = build(plan, layout.sizes), ErrorMemory(layout)
         for step in range(STEPS):
             fed = memory.feed(layout.parameters)

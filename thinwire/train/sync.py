@@ -23,7 +23,7 @@ from thinwire.control.decision import Decision
 from thinwire.control.explain import explain
 from thinwire.control.prices import Prices, ways
 from thinwire.errors import ThinwireWarning
-from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete
+from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete, values_for
 from thinwire.link.base import Link
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
@@ -59,9 +59,9 @@ class Synchronizer:
         collective: of a fixed exchange, ring, tree, halving or direct; where gradients are reduced also torch, its own
             all_reduce. Each exchange has a default.
         broadcast: how a fixed star-topk or var-topk spreads indices: tree, or scatter (fewer bytes, more messages).
-        values: how a fixed exchange sends gathered values: float32 for as they are, float16 or bfloat16 for half of the
-            bytes, log4 for an eighth; what rounding loses is kept in the error. (A gradient below 6e-8 is nothing in
-            float16.)
+        values: how a fixed exchange sends gathered values: float32, the default, as they are; float16 or bfloat16 in
+            half of the bytes; log4 in an eighth. What rounding loses is kept in the error. For adaptive it is a setting
+            of `Adaptive`.
         link: tcp (our own connections), process (torch.distributed's), or a `Link`.
         timeout: seconds of silence from a peer after which waiting for it ends in `LinkTimeout`. Torch's own all_reduce
             has the process group's timeout instead.
@@ -90,7 +90,7 @@ class Synchronizer:
         ratio: float | None = None,
         collective: str | None = None,
         broadcast: str = "tree",
-        values: str = "float32",
+        values: str | None = None,
         link: str | Link = "tcp",
         timeout: float = 300.0,
         low_pass: float = 1.0,
@@ -353,7 +353,8 @@ class Synchronizer:
         The error is not put back: whoever tries something out keeps a copy of all that it changes.
         """
         pilot, records, counts = self._pilot, self.records, (self.step, self.skipped, self.last)
-        self._pilot = Pilot(self.link, pilot.prices, None, complete(exchange, ratio))
+        values = "float32" if self.controller is None else values_for(exchange, self.controller.values)
+        self._pilot = Pilot(self.link, pilot.prices, None, complete(exchange, ratio, values=values))
         self.records = None
         try:
             yield
@@ -431,17 +432,18 @@ def _first_plan(
     ratio: float | None,
     collective: str | None,
     broadcast: str,
-    values: str,
+    values: str | None,
 ) -> Plan:
     """The plan that is fixed, or, of one that is not, what is sure to do no harm until something was measured."""
     if controller is not None:
         given = {"ratio": ratio, "collective": collective, "broadcast": broadcast, "values": values}
-        defaults = {"broadcast": "tree", "values": "float32"}
+        defaults = {"broadcast": "tree"}
         for name, value in given.items():
             if value != defaults.get(name):
+                setting = f"values={value!r}" if name == "values" else "ratios=(0.001, 0.1)"
                 raise ValueError(
                     f"{name}={value!r} belongs to a fixed exchange, and adaptive chooses for itself. Set its bounds by "
-                    "exchange=thinwire.Adaptive(ratios=(0.001, 0.1)), or name an exchange."
+                    f"exchange=thinwire.Adaptive({setting}), or name an exchange."
                 )
         return complete("dense", 1.0)
     if not isinstance(exchange, str):
@@ -451,7 +453,7 @@ def _first_plan(
     if exchange == "dense" and ratio not in (None, 1):
         warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", ThinwireWarning, stacklevel=4)
     default = 1.0 if exchange == "dense" else 0.01
-    return complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
+    return complete(exchange, default if ratio is None else ratio, collective, broadcast, values or "float32")
 
 
 def _prices(layout: Layout, link: Link, controller: Adaptive | None, in_buckets: bool) -> Prices:
