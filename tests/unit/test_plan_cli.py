@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from thinwire.cli import app
 from thinwire.compress.quantize import build as compressor_of
+from thinwire.compress.values import VALUES
+from thinwire.control.adaptive import Adaptive
 from thinwire.control.prices import ways
 from thinwire.exchange import build, complete
 from thinwire.gossip import METHODS
@@ -37,13 +39,26 @@ def test_the_papers_prices_are_its_table_vi() -> None:
 
 
 def test_our_prices_are_those_of_the_exchanges() -> None:
-    figures = _figures("--hosts 4 --params 100000 --latency 5ms --rate 100mbit --overhead 50us --ratio 0.01")
-    assert figures["seconds"].keys() == {str(way) for way in ways(4, has_group=True)}
-    assert figures["best"] == min(figures["seconds"], key=figures["seconds"].get)
-    network = Network(alpha=5e-3, beta=8e-8, overhead=5e-5)
-    exchange = build(complete("topk-allgather", 0.01, "direct"), (100_000,))
-    expected = exchange.seconds(network, 100_000, 0.01, 4)
-    assert figures["seconds"]["topk-allgather over direct"] == pytest.approx(expected, rel=1e-9)
+    asked, network = (
+        "--hosts 4 --params 100000 --latency 5ms --rate 100mbit --overhead 50us --ratio 0.01",
+        Network(alpha=5e-3, beta=8e-8, overhead=5e-5),
+    )
+    for said, values in (("", Adaptive().values), *((f" --values {values}", values) for values in VALUES)):
+        figures = _figures(asked + said)
+        assert figures["seconds"].keys() == {str(way) for way in ways(4, has_group=True, values=values)}
+        assert figures["best"] == min(figures["seconds"], key=figures["seconds"].get)
+        plan = complete("topk-allgather", 0.01, "direct", values=values)
+        expected = build(plan, (100_000,)).seconds(network, 100_000, 0.01, 4)
+        assert figures["seconds"][str(plan).partition(" at ")[0]] == pytest.approx(expected, rel=1e-9)
+
+
+def test_values_are_refused_where_they_are_unknown_or_have_no_price() -> None:
+    for said, pattern in (
+        ("--values int3", "Known are: float32"),
+        ("--values log4 --prices paper", "belongs to --prices"),
+    ):
+        result = runner.invoke(app, ["plan", "--params", "1000", "--ratio", "0.1", *said.split()])
+        assert result.exit_code == 2 and pattern in result.output
 
 
 def test_gossip_stands_beside_them_with_its_price_in_consensus() -> None:

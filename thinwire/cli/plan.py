@@ -67,10 +67,12 @@ PriceList = Annotated[
     ),
 ]
 Values = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="CODE",
-        help="With --prices ours, how gathered values are sent: float32, float16, bfloat16, or log4 as adaptive does.",
+        help="With --prices ours, how gathered values are sent: float32, float16, bfloat16 or log4. By default as adaptive "
+        "does, by log4.",
+        show_default=False,
     ),
 ]
 Gains = Annotated[
@@ -116,7 +118,7 @@ def plan(
     overhead: Overhead = "0s",
     ratio: OneRatio = None,
     prices: PriceList = "ours",
-    values: Values = "float32",
+    values: Values = None,
     gains: Gains = "resnet18",
     low: Low = 0.001,
     high: High = 0.1,
@@ -189,9 +191,11 @@ def _gain(text: str) -> Callable[[float], float]:
     return paper.gain_curve(readings)
 
 
-def _price_list(name: str, values: str, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
+def _price_list(
+    name: str, values: str | None, network: Network, params: int, hosts: int, low: float, high: float
+) -> _Prices:
     if name == "paper":
-        if values != "float32":
+        if values is not None:
             raise ValueError(f"--values {values} belongs to --prices ours: the paper's price list knows no other.")
         return _papers(network, params, hosts)
     if name == "ours":
@@ -217,14 +221,15 @@ def _papers(network: Network, params: int, hosts: int) -> _Prices:
     return _Prices(lines, fastest, ("latencies in a row", "bytes in a row"))
 
 
-def _ours(values: str, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
+def _ours(values: str | None, network: Network, params: int, hosts: int, low: float, high: float) -> _Prices:
     import numpy as np
 
+    from thinwire.control.adaptive import Adaptive
     from thinwire.control.prices import Prices, ways
 
     if hosts > _HOSTS:
         raise ValueError(f"--prices ours plays every message, which takes too long for more than {_HOSTS} hosts.")
-    prices = Prices(params, 4, hosts, ways(hosts, has_group=True, values=values))
+    prices = Prices(params, 4, hosts, ways(hosts, has_group=True, values=values or Adaptive().values))
     sparse = [i for i, way in enumerate(prices.ways) if way.exchange != "dense"]
 
     def lines(ratio: float) -> list[_Line]:
