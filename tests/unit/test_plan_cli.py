@@ -53,10 +53,8 @@ def test_our_prices_are_those_of_the_exchanges() -> None:
 
 
 def test_values_are_refused_where_they_are_unknown_or_have_no_price() -> None:
-    for said, pattern in (
-        ("--values int3", "Known are: float32"),
-        ("--values log4 --prices paper", "belongs to --prices"),
-    ):
+    wrong = {"--values int3": "Known are: float32", "--values log4 --prices paper": "belongs to --prices ours"}
+    for said, pattern in wrong.items():
         result = runner.invoke(app, ["plan", "--params", "1000", "--ratio", "0.1", *said.split()])
         assert result.exit_code == 2 and pattern in result.output
 

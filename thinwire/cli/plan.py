@@ -70,8 +70,8 @@ Values = Annotated[
     str | None,
     typer.Option(
         metavar="CODE",
-        help="With --prices ours, how gathered values are sent: float32, float16, bfloat16 or log4. By default as adaptive "
-        "does, by log4.",
+        help="With --prices ours, how gathered values are sent: float32, float16, bfloat16 or log4; by default as "
+        "adaptive does, by log4.",
         show_default=False,
     ),
 ]
