@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.laws.test_control import a_net
+from tests.laws.test_control import a_net, step
 from thinwire.control.adaptive import RISK, Adaptive
 from thinwire.control.decision import Decision, Standing
 from thinwire.control.gain import GainCurve
@@ -16,7 +16,7 @@ from thinwire.control.learning import safe_gain
 from thinwire.control.prices import Prices, ways
 from thinwire.control.view import Running, View
 from thinwire.exchange import complete
-from thinwire.link.thread import ThreadWorld
+from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.sync import Synchronizer
 from thinwire.types import Network
 
@@ -154,6 +154,34 @@ def test_a_plan_of_a_run_with_other_bounds_is_left_at_once() -> None:
         assert decision.plan.exchange == "topk-allgather" and 0.05 <= decision.plan.ratio <= 0.1
 
 
+def test_a_resumed_plan_whose_values_were_set_otherwise_is_left() -> None:
+    controller = Adaptive(values="float32")
+    prices = Prices(2_000_000, 4, 4, ways(4, has_group=False, values=controller.values))
+    standing = Standing(
+        plan=complete("topk-allgather", 0.01, values="log4"), alpha=1e-2, beta=1e-6, gain=0.2, seconds=0.1
+    )
+    decision = controller.decide(FAR_AND_SLOW, standing, 10, prices)
+    assert decision is not None and decision.trigger == "the plan in force is out of bounds"
+    assert decision.plan.values == "float32"
+
+
+def test_while_warming_up_values_are_sent_nearly_as_they_are() -> None:
+    """Eight magnitudes are too few for entries of all sizes, so where many are sent they have sixteen bits."""
+    controller, losses = Adaptive(warmup=100, exchanges=("topk-allgather",)), []
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(20_000)
+        sync = Synchronizer(net, controller, link=link)
+        for number in range(80):
+            step(sync, net, number, seconds=0.01)
+            if link.rank == 0 and sync.last is not None and sync.last.plan.exchange == "topk-allgather":
+                assert sync.last.plan.ratio > 0.1
+                losses.append(1 - sync.last.gain)
+
+    ThreadWorld(4, Network(alpha=1e-3, beta=1e-6)).run(program)
+    assert losses and losses[0] < 1e-3
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -170,6 +198,7 @@ def test_a_plan_of_a_run_with_other_bounds_is_left_at_once() -> None:
         {"horizon": 0},
         {"patience": 2.5},
         {"warmup": -1},
+        {"values": "int8"},
     ],
 )
 def test_wrong_settings_are_refused_at_once_by_name(wrong: dict[str, Any]) -> None:
@@ -177,7 +206,9 @@ def test_wrong_settings_are_refused_at_once_by_name(wrong: dict[str, Any]) -> No
         Adaptive(**wrong)
 
 
-@pytest.mark.parametrize("fixed", [{"collective": "tree"}, {"ratio": 0.1}, {"values": "float16"}])
+@pytest.mark.parametrize(
+    "fixed", [{"collective": "tree"}, {"ratio": 0.1}, {"values": "float16"}, {"values": "float32"}]
+)
 def test_what_belongs_to_a_fixed_exchange_is_refused_where_it_would_have_no_effect(fixed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="adaptive chooses for itself"):
         Synchronizer(a_net(400), link=ThreadWorld(1).links[0], **fixed)

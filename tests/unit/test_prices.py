@@ -12,6 +12,7 @@ import pytest
 
 from thinwire.collectives import ALL_REDUCES
 from thinwire.collectives.native import TorchAllReduce
+from thinwire.compress.values import VALUES
 from thinwire.control.prices import LED, Prices, Way, ways
 from thinwire.exchange import NAMES, build, complete
 from thinwire.types import Network
@@ -31,7 +32,7 @@ def _networks(count: int, seed: int) -> list[Network]:
 
 def _played(way: Way, network: Network, numel: int, ratio: float, world_size: int) -> float:
     """What the exchange itself says, as the mean over leaders."""
-    exchange = build(complete(way.exchange, ratio, way.collective, way.broadcast), (numel,))
+    exchange = build(complete(way.exchange, ratio, way.collective, way.broadcast, way.values), (numel,))
     leaders = range(world_size if way.exchange in LED else 1)
     return mean(exchange.seconds(network, numel, ratio, world_size, 4, leader) for leader in leaders)
 
@@ -39,7 +40,8 @@ def _played(way: Way, network: Network, numel: int, ratio: float, world_size: in
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8, 11, 16])
 def test_a_price_is_what_the_exchange_says_over_random_networks_and_ratios(world_size: int) -> None:
     numel, rng = 1_000_003, random.Random(world_size)
-    prices = Prices(numel, 4, world_size, ways(world_size, has_group=True))
+    values = rng.choice(VALUES)
+    prices = Prices(numel, 4, world_size, ways(world_size, has_group=True, values=values))
     for network in _networks(2 if world_size > 8 else 4, seed=world_size):
         ratios = [10 ** rng.uniform(-3, 0) for _ in range(2)]
         table = prices.table(network, ratios)
