@@ -1,4 +1,4 @@
-"""What rounding gathered values costs in steps: nothing, with error feedback, or less than one can see.
+"""What rounding gathered values costs in steps to an accuracy, with error feedback.
 
     python benchmarks/steps_by_values.py      writes benchmarks/results/steps_by_values.json; some 12 minutes
 

@@ -187,7 +187,8 @@ class Workers:
         self.exchange, self.ratio, self.step = exchange, ratio, 0
         selectors = {"layerwise-topk": LayerwiseTopK(self.layout.sizes), "ms-topk": ThresholdTopK()}
         self.selector: Selector = selectors.get(exchange, TopK())
-        self.code = value_code(values, self.layout.dtype)
+        k = self.selector.count(self.layout.numel, ratio)
+        self.code = value_code(values, self.layout.dtype, self.layout.numel, k)
 
     def errors(self) -> list[torch.Tensor]:
         return [torch.cat([e.flatten() for e in memory.state_dict().values()]) for memory in self.memories]

@@ -165,6 +165,18 @@ def test_a_resumed_plan_whose_values_were_set_otherwise_is_left() -> None:
     assert decision.plan.values == "float32"
 
 
+def test_a_price_beyond_a_tenth_of_the_entries_is_no_line_from_one_within() -> None:
+    controller = Adaptive(ratios=(0.001, 1.0), exchanges=("topk-allgather",))
+    prices = Prices(2_000_000, 4, 4, ways(4, has_group=False, exchanges=("dense", "topk-allgather"), values="log4"))
+    ratios, view = controller._ratios(0), View(alpha=1e-3, beta=1e-7)
+    learning = {"topk-allgather": controller._learning("topk-allgather", ratios, view)}
+    network, dense = Network(alpha=1e-3, beta=1e-7), complete("dense", 1.0, "ring")
+    for judged in controller._all_judged(ratios, learning, dense, view, network, prices):
+        for i in range(0, len(judged.ratios), 7):
+            exact = controller.judge(judged.at(i).plan, view, network, prices)
+            assert judged.seconds[i] == pytest.approx(exact.seconds, rel=0.05), exact.plan
+
+
 def test_while_warming_up_values_are_sent_nearly_as_they_are() -> None:
     """Eight magnitudes are too few for entries of all sizes, so where many are sent they have sixteen bits."""
     controller, losses = Adaptive(warmup=100, exchanges=("topk-allgather",)), []

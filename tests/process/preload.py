@@ -19,7 +19,10 @@ for _ in range(3):
     TopK().take(Compensated(x=_x, energy=1.0, finite=True, shortlist=_shortlist), 0.1, 0)
 _chosen = ThresholdTopK().take(Compensated.of(_x), 0.1, 0)
 add_entries(_x, _chosen, 1.0)
-_coding = Coding(1000, 100, torch.float32)
+_coding, _four_bits = Coding(1000, 100, torch.float32), Coding(1000, 100, torch.float32, "log4")
+_message = torch.empty(_four_bits.nbytes, dtype=torch.uint8)
+_four_bits.encode(_chosen, _message)
+_four_bits.decode(_message)
 for _code in (Bitmap(), EliasFano()):
     _out = torch.empty(_code.nbytes(1000, 100), dtype=torch.uint8)
     _code.encode(_chosen.indices, 1000, _out)

@@ -360,12 +360,6 @@ def test_a_sum_that_overflows_is_not_taken_for_an_entry_that_does(dtype: torch.d
         assert not multiply(huge, 0.5), numel
 
 
-def test_four_bits_are_for_few_entries_and_where_many_are_sent_there_are_sixteen() -> None:
-    sizes = {k: [Coding(1000, k, torch.float32, values).nbytes for values in ("log4", "bfloat16")] for k in (100, 101)}
-    assert sizes[100][0] < 0.7 * sizes[100][1]
-    assert sizes[101][0] == sizes[101][1]
-
-
 def test_ratio_in_float16_keeps_the_rest_in_the_error() -> None:
     code, x = Coding(4, 2, torch.float32, "float16"), torch.tensor([1e6, 0.0, 0.1, 0.0])
     chosen, message = Sparse(torch.tensor([0, 2], dtype=torch.int32), x[::2]), torch.empty(32, dtype=torch.uint8)

@@ -12,7 +12,6 @@ import pytest
 
 from thinwire.collectives import ALL_REDUCES
 from thinwire.collectives.native import TorchAllReduce
-from thinwire.compress.values import VALUES
 from thinwire.control.prices import LED, Prices, Way, ways
 from thinwire.exchange import NAMES, build, complete
 from thinwire.types import Network
@@ -38,9 +37,9 @@ def _played(way: Way, network: Network, numel: int, ratio: float, world_size: in
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8, 11, 16])
-def test_a_price_is_what_the_exchange_says_over_random_networks_and_ratios(world_size: int) -> None:
+@pytest.mark.parametrize("values", ["float32", "log4"])
+def test_a_price_is_what_the_exchange_says_over_random_networks_and_ratios(world_size: int, values: str) -> None:
     numel, rng = 1_000_003, random.Random(world_size)
-    values = rng.choice(VALUES)
     prices = Prices(numel, 4, world_size, ways(world_size, has_group=True, values=values))
     for network in _networks(2 if world_size > 8 else 4, seed=world_size):
         ratios = [10 ** rng.uniform(-3, 0) for _ in range(2)]

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from thinwire.compress.base import kernels
-from thinwire.compress.values import MOST_SHARE, value_code
+from thinwire.compress.values import value_code
 from thinwire.types import Sparse
 
 
@@ -153,13 +153,12 @@ class Coding:
         dtype: of the tensor.
         values: "float32" sends values as they are. The others round them, and what that loses stays in the error:
             "float16" to 11 bits, but what is below 3e-8 is nothing; "bfloat16" to 8 bits; "log4" to one of eight
-            magnitudes (values.py), where at most a tenth of the entries are sent, and like "bfloat16" beyond.
+            magnitudes (values.py).
     """
 
     def __init__(self, n: int, k: int, dtype: torch.dtype, values: str = "float32") -> None:
         self.n, self.k = n, k
-        is_for_few = values == "log4" and k > max(1, MOST_SHARE * n)
-        self.code, self._values = code_for(n, k), value_code("bfloat16" if is_for_few else values, dtype)
+        self.code, self._values = code_for(n, k), value_code(values, dtype, n, k)
         self.rounds = self._values.rounds
         self.index_bytes = self.code.nbytes(n, k)
         self.nbytes = self.index_bytes + self._values.nbytes(k)

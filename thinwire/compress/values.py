@@ -116,7 +116,8 @@ def _extent(values: torch.Tensor) -> tuple[float, float, float, bool]:
     others = sizes[sizes > 0]
     if not others.numel():
         return 0.0, 0.0, 0.0, True
-    return float(others.min()), float(others.max()), float(others.mean()), others.numel() < sizes.numel()
+    mean = others.cumsum(0)[-1] / others.numel()  # in the order in which the kernel adds
+    return float(others.min()), float(others.max()), float(mean), others.numel() < sizes.numel()
 
 
 def _magnitudes(smallest: float, largest: float, mean: float, has_zeros: bool) -> list[float]:
@@ -127,8 +128,9 @@ def _magnitudes(smallest: float, largest: float, mean: float, has_zeros: bool) -
     """
     if not 0 < smallest <= largest < math.inf:  # there is nothing else, or nothing that will be used
         return [0.0] * LEVELS
-    if smallest < DUST * mean:
-        smallest, has_zeros = DUST * mean, True
+    foot = DUST * min(mean, largest)  # the mean of the largest numbers there are may be infinite
+    if smallest < foot:
+        smallest, has_zeros = foot, True
     steps = LEVELS - 2 if has_zeros else LEVELS - 1
     low, high = math.log2(smallest), math.log2(largest)
     powers = [2 ** min(low + (high - low) * i / steps, _MOST) for i in range(1, steps)]
@@ -145,9 +147,16 @@ _CODES: dict[str, Callable[[torch.dtype], ValueCode]] = {
 VALUES = tuple(_CODES)
 
 
-def value_code(name: str, dtype: torch.dtype) -> ValueCode:
-    """The code of that name for values of this type. "float32" sends them as they are, whatever they are."""
-    return _CODES[name](dtype)
+def value_code(name: str, dtype: torch.dtype, n: int, k: int) -> ValueCode:
+    """The code of that name for k values of n, of this type. "float32" sends them as they are, whatever they are.
+
+    Where "log4" would be too coarse, or no smaller, it is "bfloat16".
+    """
+    code = _CODES[name](dtype)
+    if name != "log4":
+        return code
+    half = _CODES["bfloat16"](dtype)
+    return half if k > MOST_SHARE * n or half.nbytes(k) <= code.nbytes(k) else code
 
 
 def _whole_words(nbytes: int) -> int:

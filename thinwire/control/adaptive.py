@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from thinwire.compress.values import MOST_SHARE
 from thinwire.control import pareto
 from thinwire.control.agreement import rounded
 from thinwire.control.computing import compress_seconds
@@ -76,9 +77,9 @@ class Adaptive:
             learning rate is near the largest: there delays grow with the training (docs/how-it-decides.md).
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
-        values: how gathered values are sent. "log4", four bits each, is a third of the bytes of "float32" for the same
-            entries; what rounding loses is kept in the error, and costs no steps that one could see
-            (docs/how-it-decides.md). "float32" sends them as they are.
+        values: how gathered values are sent. "log4", four bits each up to a ratio of 0.1 and sixteen beyond, is a third
+            of the bytes of "float32" for the same entries. What rounding loses is kept in the error, and what that
+            costs in steps is in docs/how-it-decides.md. "float32" sends them as they are.
         warmup: over so many steps the least ratio falls from 1 to the largest of `ratios`, in a line.
         change: decide again when latency or rate has changed by this share since the last decision.
         gain_change: the same for the gain.
@@ -285,7 +286,9 @@ class Adaptive:
         """
         few = ratios
         if len(ratios) > 1:  # rounded, since NumPy's functions are not the same to the last bit on every processor
-            few = np.array([rounded(ratio) for ratio in np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS)])
+            knots = {rounded(ratio) for ratio in np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS)}
+            jump = (MOST_SHARE, 1.01 * MOST_SHARE)  # beyond which values take more bits
+            few = np.array(sorted(knots | {ratio for ratio in jump if ratios[0] < ratio < ratios[-1]}))
         runs = way_of(plan)
         for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
             if way.exchange == "dense":
@@ -332,8 +335,9 @@ class Adaptive:
     def _allows(self, plan: Plan, prices: Prices) -> bool:
         """Not so of one that warming up has left behind, or a state of a run with other settings."""
         low, high = self.ratios
-        is_known = any((way.exchange, way.values) == (plan.exchange, plan.values) for way in prices.ways)
-        return plan.exchange == "dense" or (plan.exchange in self.exchanges and is_known and low <= plan.ratio <= high)
+        known = {way.values for way in prices.ways if way.exchange == plan.exchange}  # none, of a run that was fixed
+        fits = plan.exchange in self.exchanges and low <= plan.ratio <= high and (not known or plan.values in known)
+        return plan.exchange == "dense" or fits
 
     def _ratios(self, step: int) -> Floats:
         """All ratios of two digits within bounds, and while warming up none below the line."""

@@ -56,9 +56,12 @@ def values_for(exchange: str, values: str) -> str:
     """How this exchange sends values where they should be sent like this, if they may be rounded.
 
     They may where every rank's reach all others as they were sent. Where values are added on the way each addition
-    would round again, and lose what no error memory sees.
+    would round again, and lose what no error memory sees. And eight magnitudes are for values of like size: not for the
+    largest of every layer, or layers that are far smaller than others would wait for long.
     """
-    return values if _KINDS[exchange].collectives is ALL_GATHERS else "float32"
+    if _KINDS[exchange].collectives is not ALL_GATHERS:
+        return "float32"
+    return "bfloat16" if exchange == "layerwise-topk" and values == "log4" else values
 
 
 def complete(
@@ -82,10 +85,13 @@ def complete(
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio must be in (0, 1], got {ratio=}. For no compression use exchange='dense'.")
     if values_for(exchange, values) != values:
-        raise ValueError(
-            f"{exchange} adds values on the way, and each addition of {values} would lose what no error memory sees. "
-            "Use values='float32', or an exchange over all-gather."
+        can = values_for(exchange, values)
+        why = (
+            "adds values on the way, and each addition of rounded ones would lose what no error memory sees"
+            if can == "float32"
+            else f"sends layers of different scale, for which {values} is too coarse"
         )
+        raise ValueError(f"{exchange} {why}. Use values={can!r}, or topk-allgather.")
     return Plan(exchange=exchange, collective=collective, ratio=float(ratio), broadcast=broadcast, values=values)
 
 

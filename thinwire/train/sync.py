@@ -60,8 +60,8 @@ class Synchronizer:
             all_reduce. Each exchange has a default.
         broadcast: how a fixed star-topk or var-topk spreads indices: tree, or scatter (fewer bytes, more messages).
         values: how a fixed exchange sends gathered values: float32, the default, as they are; float16 or bfloat16 in
-            half of the bytes; log4 in an eighth. What rounding loses is kept in the error. For adaptive it is a setting
-            of `Adaptive`.
+            half of the bytes; log4 in an eighth, up to a ratio of 0.1. What rounding loses is kept in the error. For
+            adaptive it is a setting of `Adaptive`.
         link: tcp (our own connections), process (torch.distributed's), or a `Link`.
         timeout: seconds of silence from a peer after which waiting for it ends in `LinkTimeout`. Torch's own all_reduce
             has the process group's timeout instead.
@@ -453,7 +453,13 @@ def _first_plan(
     if exchange == "dense" and ratio not in (None, 1):
         warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", ThinwireWarning, stacklevel=4)
     default = 1.0 if exchange == "dense" else 0.01
-    return complete(exchange, default if ratio is None else ratio, collective, broadcast, values or "float32")
+    return complete(
+        exchange,
+        default if ratio is None else ratio,
+        collective,
+        broadcast,
+        values if values is not None else "float32",
+    )
 
 
 def _prices(layout: Layout, link: Link, controller: Adaptive | None, in_buckets: bool) -> Prices:
