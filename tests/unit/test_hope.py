@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from thinwire.control.hope import FACTOR, IDLE_PATIENCE, MOST_PATIENCE, PATIENCE, Hope
+from thinwire.control.hope import FACTOR, MOST_PATIENCE, PATIENCE, Hope
 
 TRIALS = 1000
 
@@ -62,17 +62,17 @@ def test_steps_that_nobody_heard_of_count_for_how_long_a_rate_was_not_seen() -> 
 
 
 @pytest.mark.parametrize("times", [1.0, 2.0])  # as many bytes as before are sent in hope
-def test_a_hope_that_changes_nothing_is_waited_longer_for_than_one_that_is_tried_out(times: float) -> None:
+def test_a_hope_in_vain_is_waited_longer_and_longer_for_up_to_a_limit(times: float) -> None:
     hope = Hope()
     for _ in range(10):
         while not hope.is_open:
             hope = hope.after_an_exchange(0.0, 0.01 * FACTOR, 1.0)
         while hope.is_open:
             hope = hope.after_an_exchange(0.0, 0.01 * times, 1.0)
-    assert hope.patience == (IDLE_PATIENCE if times == 1.0 else MOST_PATIENCE)
+    assert hope.patience == MOST_PATIENCE
 
 
-@pytest.mark.parametrize("patience", [PATIENCE, MOST_PATIENCE, IDLE_PATIENCE])
+@pytest.mark.parametrize("patience", [PATIENCE, MOST_PATIENCE])
 @pytest.mark.parametrize("moving", [0.01, 10.0])  # over the noise
 def test_nothing_is_hoped_for_without_a_reason_before_patience_ends(moving: float, patience: int) -> None:
     hope = Hope(patience=patience)

@@ -7,7 +7,7 @@ then for no reason. To hope is to decide for FACTOR times the rate: much, so tha
 
 If more is then sent, the rate may be seen. If not, how much longer exchanges take than those before tells whether the
 hope has come true, and then that is the rate, and there may be more to hope for; or was in vain, and then it is done
-half as readily. Where not even a hope changes what is sent, it is done rarely: to think costs time too.
+half as readily.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from thinwire.control.agreement import rounded
 FACTOR = 8  # times the rate that was seen: where that changes nothing, nothing will
 PATIENCE = 20  # steps without a look at the rate, before anything is hoped for; and for which it is, without a sign
 WARY = 2 * PATIENCE  # the same where there is reason for doubt from the beginning
-MOST_PATIENCE = 80  # after which a hope in vain, some four steps of a plan that sends too much, costs 2 % at most
-IDLE_PATIENCE = 160  # the same where it changed nothing, so that there is little to be won
-TRIED = 1.1  # times what the plan before takes to move its bytes is a plan that sends more
+MOST_PATIENCE = 160  # after which a hope in vain, some four steps of a plan that sends too much, costs 1 % at most
 SURE, IN_VAIN = 3.0, -1.5  # log odds that leave no doubt, 20 to 1; and for giving up 4 to 1, as few hopes come true
 SURER = 4.0  # what it takes for another after one in vain: noise that looked like a rise once may do so again
 MOST = 1.0  # that one step can add, whatever happened in it
@@ -97,11 +95,11 @@ class Hope(NamedTuple):
         long_ago = rounded(self.long_ago - _odds(more * (moving - self.moved), late - more * self.moved, noise))
         best = max(lately, long_ago)
         if best <= IN_VAIN or (best < SURE and self.steps >= PATIENCE):
-            return self._in_vain(MOST_PATIENCE if moving > TRIED * self.moved else IDLE_PATIENCE)
+            return self._in_vain()
         return self._replace(evidence=lately, long_ago=long_ago)
 
-    def _in_vain(self, most: int = MOST_PATIENCE) -> Hope:
-        return Hope(patience=min(2 * self.patience, most))
+    def _in_vain(self) -> Hope:
+        return Hope(patience=min(2 * self.patience, MOST_PATIENCE))
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Hope:

@@ -52,6 +52,7 @@ PROBE_SHARE = 0.009  # of the bytes sent: under 1 %
 CALM_SHARE = 0.005  # while nothing moves, so that there is something left for when it does
 PROBES_PER_SECOND = 50.0  # each wakes two processes, who then do not compute
 CALM_PROBES_PER_SECOND = 10.0
+SAVED_PER_SECOND, MOST_SAVED = 15.0, 100.0  # probes: what there may be on average, and at most after a calm
 LEAST_PROBES_PER_SECOND = 1.0  # whatever is sent
 PROBES_AT_ONCE = 4
 RESTLESS = 8  # steps after a number has moved, or seemed to
@@ -153,7 +154,8 @@ class Monitor:
         self._doubts = 0  # how many rates in a row were far from what was believed
         self._doubted_at = 0  # the step of the last of them
         self._watches = [_Watch("alpha"), _Watch("beta")]
-        self._asked_at = clock()
+        self._asked_at = self._saved_at = clock()
+        self._saved = MOST_SAVED
         self._sent_bytes = self._probe_bytes = 0
         self._restless = 0
         # Each rank begins behind itself, so that they do not all ask the same one.
@@ -277,12 +279,19 @@ class Monitor:
         self._restless = RESTLESS
 
     def probes_due(self) -> list[int]:
-        """The peers to probe now: in turn, as many as what was sent pays for, and at least one a second."""
+        """The peers to probe now: in turn, as many as what was sent pays for, and at least one a second.
+
+        Where hosts have little to compute with, numbers seem to move all the time: so there is only as much
+        restlessness as was saved up for in calm.
+        """
         now, peers = self._clock(), len(self._turn)
         since = now - self._asked_at
+        self._saved = min(MOST_SAVED, self._saved + SAVED_PER_SECOND * (now - self._saved_at))
+        self._saved_at = now
         share, rate = (PROBE_SHARE, PROBES_PER_SECOND) if self._restless else (CALM_SHARE, CALM_PROBES_PER_SECOND)
         paid = (share * self._sent_bytes - self._probe_bytes) / PROBE_BYTES
-        due = min(int(paid), int(since * rate), PROBES_AT_ONCE, peers)
+        due = min(int(paid), int(since * rate), int(self._saved), PROBES_AT_ONCE, peers)
+        self._saved -= max(0, due)
         if due <= 0:
             due = min(int(since * LEAST_PROBES_PER_SECOND), 1, peers)
         if due <= 0:
