@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.control.monitor import PROBE_BYTES, WIRE_BYTES, Estimate, Monitor
+from thinwire.control.monitor import (
+    LEAST_PROBES_PER_SECOND,
+    MOST_SAVED,
+    PROBE_BYTES,
+    SAVED_PER_SECOND,
+    WIRE_BYTES,
+    Estimate,
+    Monitor,
+)
 from thinwire.link.base import Reading, Stretch
 
 ALPHA, BETA = 0.005, 8e-8  # 5 ms, 100 Mbit/s
@@ -390,6 +398,18 @@ def test_a_rate_that_is_now_above_and_now_below_is_not_a_change() -> None:
     for seconds in [0.05] * 10 + [0.05 * 1.15, 0.05 / 1.15] * 10:
         monitor.note(Reading(stretches=(Stretch(1_000_000, seconds),)), 0)
     assert not monitor.changes
+
+
+def test_however_restless_it_asks_no_more_than_was_saved_up() -> None:
+    seconds, now, asked = 20.0, 0.0, 0
+    monitor = Monitor(8, 0, lambda: now)
+    for _ in range(round(seconds / 0.01)):
+        now += 0.01
+        monitor.be_restless()
+        monitor.note(Reading(), 10**9)  # which would pay for any number of probes
+        asked += len(monitor.probes_due())
+    most = MOST_SAVED + SAVED_PER_SECOND * seconds
+    assert 0.9 * most < asked <= most + seconds * LEAST_PROBES_PER_SECOND
 
 
 @pytest.mark.parametrize("seed", range(5))
