@@ -4,8 +4,8 @@
 
 Eight ranks train the CNN of time_to_accuracy.py in one process, with error feedback. A clock counts what each step
 would take by our prices, so a rule is judged by what it chooses alone. Values are not rounded here, and the learning
-rate does not fall. Prints seconds to accuracy, the mean over
-targets and over seeds, and of each seed: from one to the next they differ by more than rules do.
+rate does not fall. Prints seconds to accuracy, the mean over targets and over seeds, and of each seed: from one to the
+next they differ by more than rules do.
 """
 
 from __future__ import annotations

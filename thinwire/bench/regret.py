@@ -26,7 +26,7 @@ from torch import nn
 from thinwire.bench.machine import describe_machine
 from thinwire.collectives import ALL_GATHERS
 from thinwire.control.adaptive import Adaptive
-from thinwire.control.prices import Prices, Way, ways
+from thinwire.control.prices import Prices, Way
 from thinwire.control.view import way_of
 from thinwire.lab import registry
 from thinwire.lab.lab import Lab, ask, visit
@@ -128,7 +128,7 @@ class _Bench:
         self._gradient = torch.randn(size, generator=torch.Generator().manual_seed(link.rank)).view(100, -1)
         self._adaptive: Synchronizer | None = None
         self._truth: Network | None = None  # in the cell before
-        self._ways = ways(link.world_size, has_group=True, values=Adaptive().values)
+        self._ways = Adaptive().ways(link.world_size, has_group=True)
         self._prices = Prices(size, 4, link.world_size, self._ways)
         self._fixed: dict[Way, Synchronizer] = {}
 

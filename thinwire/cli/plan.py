@@ -229,9 +229,8 @@ def _ours(values: str | None, network: Network, params: int, hosts: int, low: fl
 
     if hosts > _HOSTS:
         raise ValueError(f"--prices ours plays every message, which takes too long for more than {_HOSTS} hosts.")
-    prices = Prices(
-        params, 4, hosts, ways(hosts, has_group=True, values=Adaptive().values if values is None else values)
-    )
+    values = Adaptive().values if values is None else values
+    prices = Prices(params, 4, hosts, ways(hosts, has_group=True, values=values))
     sparse = [i for i, way in enumerate(prices.ways) if way.exchange != "dense"]
 
     def lines(ratio: float) -> list[_Line]:

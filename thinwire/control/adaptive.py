@@ -22,7 +22,7 @@ from thinwire.control.computing import compress_seconds
 from thinwire.control.decision import Candidate, Decision, Standing
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
-from thinwire.control.prices import Prices, Way
+from thinwire.control.prices import Prices, Way, ways
 from thinwire.control.view import Floats, View, is_off, way_of
 from thinwire.control.wording import course_of_latency, course_of_step, rate_of
 from thinwire.exchange import complete
@@ -137,6 +137,10 @@ class Adaptive:
         for name in ("change", "gain_change", "time_change", "margin", "advantage"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)}.")
+
+    def ways(self, world_size: int, has_group: bool) -> tuple[Way, ...]:
+        """What it may choose from."""
+        return ways(world_size, has_group, ("dense", *self.exchanges), self.values)
 
     def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
         """The plan from `step` on if there is a reason to think about it, else None."""

@@ -84,8 +84,7 @@ def complete(
     _known("values", values, VALUES)
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio must be in (0, 1], got {ratio=}. For no compression use exchange='dense'.")
-    if values_for(exchange, values) != values:
-        can = values_for(exchange, values)
+    if (can := values_for(exchange, values)) != values:
         why = (
             "adds values on the way, and each addition of rounded ones would lose what no error memory sees"
             if can == "float32"

@@ -453,18 +453,14 @@ def _first_plan(
     if exchange == "dense" and ratio not in (None, 1):
         warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", ThinwireWarning, stacklevel=4)
     default = 1.0 if exchange == "dense" else 0.01
-    return complete(
-        exchange,
-        default if ratio is None else ratio,
-        collective,
-        broadcast,
-        values if values is not None else "float32",
-    )
+    values = "float32" if values is None else values
+    return complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
 
 
 def _prices(layout: Layout, link: Link, controller: Adaptive | None, in_buckets: bool) -> Prices:
-    exchanges, values = ((), "float32") if controller is None else (controller.exchanges, controller.values)
-    choice = ways(link.world_size, has_group=link.group is not None, exchanges=("dense", *exchanges), values=values)
+    world_size, has_group = link.world_size, link.group is not None
+    dense = ways(world_size, has_group, ("dense",))
+    choice = dense if controller is None else controller.ways(world_size, has_group)
     bucket_bytes = layout.nbytes if in_buckets else None
     return Prices(layout.numel, layout.dtype.itemsize, link.world_size, choice, layout.sizes, bucket_bytes)
 

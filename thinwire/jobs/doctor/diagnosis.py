@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.decision import Standing
-from thinwire.control.prices import Prices, ways
+from thinwire.control.prices import Prices
 from thinwire.control.view import View
 from thinwire.exchange import complete
 from thinwire.jobs.doctor import findings
@@ -171,8 +171,7 @@ def first_plan(network: Network, params: int, world_size: int) -> dict[str, Any]
     if not 1 < world_size <= MOST_RANKS:
         return None
     controller = Adaptive()
-    choice = ways(world_size, True, ("dense", *controller.exchanges), controller.values)
-    prices = Prices(params, 4, world_size, choice)
+    prices = Prices(params, 4, world_size, controller.ways(world_size, has_group=True))
     view = View(alpha=network.alpha, beta=network.beta)
     decision = controller.decide(view, Standing(plan=complete("dense", 1.0)), 0, prices)
     if decision is None:
