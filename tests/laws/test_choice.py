@@ -50,6 +50,20 @@ def test_but_where_it_cannot_hide_enough_it_is_compressed_all_the_same() -> None
     assert decided_under_ddp(far).plan.exchange != "dense"
 
 
+def test_what_runs_is_one_of_the_candidates_and_is_so_once() -> None:
+    view = View(alpha=1e-3, beta=8e-8, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))
+    decision = decided_under_ddp(view)
+    controller, prices = Adaptive(), Prices(2_000_000, 4, 4, ways(4, has_group=True))
+    for _ in range(3):  # the network as it is, a little slower, and slower still: each time what ran is kept
+        standing = controller.standing_after(decision, view)
+        view = view._replace(beta=1.11 * (view.beta or 0.0))
+        again = controller.decide(view, standing, decision.step + 1000, prices)
+        assert again is not None
+        plans = [candidate.plan for candidate in again.candidates]
+        assert plans.count(again.plan) == 1 and len(set(plans)) == len(plans)
+        decision = again
+
+
 def test_a_hope_is_not_tried_out_at_any_price() -> None:
     prices, controller = Prices(2_000_000, 4, 4, ways(4, has_group=False)), Adaptive(horizon=60)
     known = View(alpha=A_LINE.alpha, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))

@@ -146,6 +146,12 @@ def test_another_controller_can_be_asked_about_a_recorded_run(tmp_path: Path) ->
         replay(records.read(path))
     first, *_ = replay(records.read(path), Adaptive(patience=1))
     assert first.before.exchange == "star-topk" and first.trigger == "the network was measured"
+    # It chooses from what it may choose from, although the run that was recorded had only one plan.
+    for exchange, values in (("topk-allgather", "log4"), ("topk-allgather", "float32"), ("var-topk", "float32")):
+        controller = Adaptive(exchanges=(exchange,), values=values)
+        plan = replay(records.read(path), controller)[-1].plan
+        assert (plan.exchange, plan.values) == (exchange, values)
+    assert replay(records.read(path), Adaptive(objective="knee"))
 
 
 def test_an_adaptive_run_that_was_resumed_ends_with_the_same_bits_as_one_that_went_on() -> None:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from thinwire.control.monitor import (
     LEAST_PROBES_PER_SECOND,
+    LONGEST_STEP,
     MOST_SAVED,
     PROBE_BYTES,
+    PROBES_AT_ONCE,
     SAVED_PER_SECOND,
     WIRE_BYTES,
     Estimate,
@@ -410,6 +412,60 @@ def test_however_restless_it_asks_no_more_than_was_saved_up() -> None:
         asked += len(monitor.probes_due())
     most = MOST_SAVED + SAVED_PER_SECOND * seconds
     assert 0.9 * most < asked <= most + seconds * LEAST_PROBES_PER_SECOND
+
+
+def test_a_pause_is_no_calm_in_which_probes_are_saved_up() -> None:
+    now = 0.0
+    monitor = Monitor(8, 0, lambda: now)
+
+    def asked_in(steps: int) -> int:
+        nonlocal now
+        asked = 0
+        for _ in range(steps):
+            now += 0.02
+            monitor.be_restless()
+            monitor.note(Reading(), 10**9)
+            asked += len(monitor.probes_due())
+        return asked
+
+    asked_in(1000)  # until nothing is left
+    for _ in range(10):  # of a program that tests for a minute now and then
+        now += 60.0
+        assert asked_in(100) <= SAVED_PER_SECOND * (2.0 + LONGEST_STEP) + 2 * PROBES_AT_ONCE
+
+
+@pytest.mark.parametrize(("rate_before", "is_believed"), [(1 / 10, True), (1 / 1.8, False)])
+def test_two_brief_stretches_of_far_more_than_was_known_are_a_rise(rate_before: float, is_believed: bool) -> None:
+    brief, monitor = Stretch(20_000, 0.001), Monitor(4)
+    rate = brief.nbytes / brief.seconds
+    for _ in range(10):
+        monitor.note(Reading(stretches=(Stretch(20_000, 0.001 / rate_before),)), 0)
+    monitor.note(Reading(stretches=(brief,)), 0)
+    assert value(monitor.beta()) == pytest.approx(1 / (rate_before * rate))  # one may be packets that came in a bunch
+    monitor.note(Reading(stretches=(brief,)), 0)
+    assert (value(monitor.beta()) == pytest.approx(1 / rate)) == is_believed
+
+
+def test_two_bunches_are_not_held_to_be_the_network_for_long() -> None:
+    monitor = Monitor(8)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(500_000, 0.05),)), 0)
+    for _ in range(2):
+        monitor.note(Reading(stretches=(Stretch(63_000, 0.003),)), 0)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(15_000, 0.0015),)), 0)
+    assert value(monitor.beta()) == pytest.approx(1e-7, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [1.05, 1.3])
+def test_what_long_stretches_have_told_is_not_forgotten_for_a_brief_one(noise: float) -> None:
+    monitor = Monitor(8)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(500_000, 0.05),)), 0)
+    share, bunch = Stretch(7_000, 0.002), Stretch(round(20_000 * noise), 0.002)
+    for stretch in [share] * 8 + [bunch] + [share] * 8:
+        monitor.note(Reading(stretches=(stretch,)), 0)
+        assert value(monitor.beta()) == pytest.approx(1e-7, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))

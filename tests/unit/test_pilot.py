@@ -54,6 +54,24 @@ def test_what_is_done_now_and_then_takes_no_more_than_its_share_in_however_many_
     assert 0.8 * allowed < processor.busy <= allowed + sum(parts)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "guessed", "is_surprised"),
+    [(1.1, False, False), (1.3, False, True), (0.7, False, True), (1.3, True, False)],
+)
+def test_a_step_far_from_what_was_expected_makes_the_monitor_ask_more(
+    seconds: float, guessed: bool, is_surprised: bool
+) -> None:
+    def program(link: ThreadLink) -> bool:
+        pilot = Pilot(link, Prices(1000, 4, 2, ways(2, has_group=False)), Adaptive(), complete("dense", 1.0, "ring"))
+        pilot.standing = Standing(plan=pilot.plan, seconds=1.0, guessed=guessed)
+        pilot.note_step(0.1, 0.0)
+        link.compute(seconds)
+        pilot.note_step(0.1, 0.0)
+        return pilot.monitor._restless > 0
+
+    assert ThreadWorld(2).run(program) == [is_surprised] * 2
+
+
 def test_what_was_done_before_it_was_allowed_is_waited_for() -> None:
     processor = Processor()
     thrift = Thrift(SHARE, LONGEST, cast(Link, processor))

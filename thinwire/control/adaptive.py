@@ -155,8 +155,8 @@ class Adaptive:
         candidates = sorted(found, key=_by_cost)
         best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
         chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view, prices)
-        if chosen not in candidates:  # the plan in force, at a ratio that is no longer its best
-            candidates = sorted([*candidates, chosen], key=_by_cost)
+        # What runs may be at a ratio that is no longer its best; or it was judged twice, once between two prices.
+        candidates = sorted([*(each for each in candidates if each.plan != chosen.plan), chosen], key=_by_cost)
         return Decision(
             step=step,
             trigger=trigger,
@@ -180,8 +180,8 @@ class Adaptive:
             alpha=decision.alpha,
             beta=None if view.assumed is None else view.assumed.beta,
             hope=decision.hope,
-            gain=decision.gain,
-            seconds=decision.seconds,
+            gain=rounded(decision.gain),
+            seconds=rounded(decision.seconds),
             guessed=view.rest is None,
         )
 

@@ -41,6 +41,7 @@ def explain(
     ]
     if len(decision.candidates) > len(shown):
         lines.append(f"  and {len(decision.candidates) - len(shown)} more")
+    lines += _why_not_the_first(decision)
     lines += ["", "step: predicted; steps: times those of dense training; cost: their product."]
     if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
         predicted = "" if standing.guessed else f", predicted {short(decision.seconds)}"
@@ -49,6 +50,17 @@ def explain(
         alpha, beta = confidence
         lines.append(f"This rank trusts its own latency by {alpha:.0%}, and its own rate by {beta:.0%}.")
     return "\n".join(lines)
+
+
+def _why_not_the_first(decision: Decision) -> list[str]:
+    """Of the candidates, which are sorted by cost."""
+    if decision.plan == decision.candidates[0].plan:
+        return []
+    if decision.plan == decision.before:
+        return ["The first is better by too little to change for it."]
+    if decision.plan.exchange == "dense":
+        return ["Dense is taken wherever compressing is better by little."]
+    return ["It is the knee of time against 1/gain that is taken, and not the least cost."]
 
 
 def _without_decision(standing: Standing, fixed: bool) -> str:

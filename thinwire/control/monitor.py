@@ -9,9 +9,9 @@ run) makes it longer: so alpha is taken from the least of the last few. When the
 least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten; one is
 enough where the ranks together have come to hold the latency to be higher than this one does. A rate errs both ways
 (senders that serve several at once, packets in bunches), so beta is a median over the last few steps; two in a row that
-are long or steady, alike, and far from those before are a change, and the ones before are forgotten. A stretch that is
-over in a moment is likely to be from one sender that was serving all its peers: it says how fast the network is at
-least, and nothing beyond.
+are long or steady, alike, and far from those before are a change, and so are two of more than twice the rate: the ones
+before are forgotten. A stretch that is over in a moment is likely to be from one sender that was serving all its peers:
+it says how fast the network is at least, and nothing beyond.
 
 Only numbers come in here, and whatever they are, none goes out that cannot be.
 """
@@ -45,6 +45,8 @@ LONG_STRETCH = 0.02  # seconds after which a rate becomes no more certain
 BRIEF_STRETCH = 0.0025  # seconds, in which senders that serve all their peers at the same time need not overlap
 MANY_BYTES = 1 << 15
 ALIKE, FAR = 1.2, 1.4  # the ratio up to which two rates are alike, and from which on they are of different networks
+MOST = 0.8  # the quantile of its stretches that a step's rate is: senders that do not overlap make it lower
+FAR_FASTER = 2.0  # the ratio from which on two in a row leave no doubt of a rise, however brief they are
 OLD_SECONDS = 10.0  # after which a sample is half as certain
 LONG_AGO_SECONDS = 30.0  # after which a round trip is no reason any more to disbelieve a longer one that was delayed
 
@@ -54,6 +56,7 @@ PROBES_PER_SECOND = 50.0  # each wakes two processes, who then do not compute
 CALM_PROBES_PER_SECOND = 10.0
 SAVED_PER_SECOND, MOST_SAVED = 15.0, 100.0  # probes: what there may be on average, and at most after a calm
 LEAST_PROBES_PER_SECOND = 1.0  # whatever is sent
+LONGEST_STEP = 1.0  # seconds between two chances to ask, for which some are saved: a pause is no calm
 PROBES_AT_ONCE = 4
 RESTLESS = 8  # steps after a number has moved, or seemed to
 FAR_AWAY, FAR_AWAY_SECONDS = 2.0, 1e-3  # times the median latency, and more than that: peers on another site
@@ -286,7 +289,7 @@ class Monitor:
         """
         now, peers = self._clock(), len(self._turn)
         since = now - self._asked_at
-        self._saved = min(MOST_SAVED, self._saved + SAVED_PER_SECOND * (now - self._saved_at))
+        self._saved = min(MOST_SAVED, self._saved + SAVED_PER_SECOND * min(now - self._saved_at, LONGEST_STEP))
         self._saved_at = now
         share, rate = (PROBE_SHARE, PROBES_PER_SECOND) if self._restless else (CALM_SHARE, CALM_PROBES_PER_SECOND)
         paid = (share * self._sent_bytes - self._probe_bytes) / PROBE_BYTES
@@ -403,13 +406,13 @@ class Monitor:
         sample = _Sample(
             self._step,
             now,
-            weighted_quantile([(rate, nbytes) for rate, (nbytes, _) in zip(rates, believed, strict=True)], 0.6),
+            weighted_quantile([(rate, nbytes) for rate, (nbytes, _) in zip(rates, believed, strict=True)], MOST),
             weight=min(1.0, sum(seconds for _, seconds in believed) / LONG_STRETCH),
             nbytes=sum(nbytes for nbytes, _ in believed),
             brief=max(seconds for _, seconds in believed) < BRIEF_STRETCH,
             steady=len(rates) > 1 and max(rates) <= ALIKE * min(rates),
         )
-        if self._is_a_share(sample):
+        if self._tells_nothing(sample):
             return
         while self._rates and self._rates[0].step < self._step - STEPS_OLD:
             self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
@@ -419,13 +422,16 @@ class Monitor:
         self._rates.append(sample)
         self._forget_before_a_jump()
 
-    def _is_a_share(self, sample: _Sample) -> bool:
-        """Whether it is a brief one that may come from a sender of the rate that is known, serving all its peers."""
+    def _tells_nothing(self, sample: _Sample) -> bool:
+        """Whether it is a brief one that may come from senders of the rate that is known.
+
+        They may have been serving all their peers, or a few packets have come in a bunch: long ones know better.
+        """
         is_known = any(not each.brief and sample.time - each.time < LONG_AGO_SECONDS for each in self._rates)
         if not sample.brief or not is_known:
             return False
         known = 1 / (self._beta or math.inf)
-        return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known
+        return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known * FAR
 
     def _forget_before_a_jump(self) -> None:
         """Do not wait for the median to follow where the last two steps leave no doubt, or the last three little.
@@ -444,6 +450,9 @@ class Monitor:
             rose, fell = low > usual * FAR, high * FAR < usual
             if (rose or fell) and is_sure if number == 2 else rose:
                 self._rates = deque(recent, maxlen=STEPS_KEPT)
+                return
+            if number == 2 and low > usual * FAR_FASTER:  # unless they were bunches, which brief ones may then tell
+                self._rates = deque([sample._replace(brief=True) for sample in recent], maxlen=STEPS_KEPT)
                 return
 
     def _trust(self, samples: Iterable[_Sample], value: float, wanted: int) -> tuple[float, int, float]:

@@ -156,6 +156,10 @@ class Prices:
         choice, bucket_bytes = [Way(*way) for way in state["ways"]], state.get("bucket_bytes")  # earlier runs have none
         return cls(state["numel"], state["itemsize"], state["world_size"], choice, tuple(state["sizes"]), bucket_bytes)
 
+    def of(self, ways: Sequence[Way]) -> Prices:
+        """The same gradient's for other ways."""
+        return Prices.from_json({**self.to_json(), "ways": ways})
+
     def seconds(self, way: Way, ratio: float, network: Network) -> float:
         """What `Exchange.seconds` gives, as the mean over leaders."""
         return _seconds(self._case, way, ratio, network)

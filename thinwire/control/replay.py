@@ -29,6 +29,9 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
             # It surveys the network and decides before it goes on from what was saved, knowing nothing of a run before.
             view, standing, prices = View(), None, Prices.from_json(record["prices"])
             was_fixed, controller = record["controller"] is None, given or _recorded(record["controller"])
+            if given is not None:  # who may choose from other ways than those that were looked at then
+                has_group = any(way.collective == "torch" for way in prices.ways)
+                prices = prices.of(given.ways(prices.world_size, has_group))
         elif record["kind"] == "resumed":
             view, standing = View.from_json(record["view"]), Standing.from_json(record["standing"])
         elif record["kind"] == "explored" and standing is not None:

@@ -318,8 +318,9 @@ class Pilot:
         self._before = self.plan
         self._last_end = now
         expected = self.standing.seconds
-        self._surprised = known and expected is not None and is_off(whole, expected, SURPRISING)
-        if self._surprised and expected is not None and whole > expected:
+        is_expected = expected is not None and not self.standing.guessed
+        self._surprised = known and is_expected and is_off(whole, expected or whole, SURPRISING)
+        if self._surprised:
             self.monitor.be_restless()
         return whole
 
@@ -345,7 +346,7 @@ class Pilot:
         decision = self.controller.decide(self.view, self.standing, step, self.prices)
         if decision is not None:
             self._carry_out(decision, self.controller.standing_after(decision, self.view))
-        if self.link.rank == 0 and self.decision is not None and self.plan != self._said and not self.view.hope.is_open:
+        if self.link.rank == 0 and self.decision is not None and self.plan != self._said and self.standing.hope == 1:
             log.info("step %d: %s instead of %s, because %s", step, self.plan, self._said, self.decision.trigger)
             self._said = self.plan
 
