@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from thinwire.control.hope import FACTOR, MOST_PATIENCE, PATIENCE, Hope
+from thinwire.control.hope import FACTOR, LIKELY, MOST_PATIENCE, PATIENCE, Hope
 
 TRIALS = 1000
 
@@ -80,3 +80,9 @@ def test_nothing_is_hoped_for_without_a_reason_before_patience_ends(moving: floa
         hope = hope.after_an_exchange(0.0, moving, 1.0)
         assert hope.factor == 1
     assert hope.after_an_exchange(0.0, moving, 1.0).is_open
+
+
+def test_what_is_tried_and_what_seems_likely_is_heard_of_at_once() -> None:
+    assert not Hope().is_urgent
+    assert Hope(FACTOR).is_urgent
+    assert Hope(evidence=LIKELY).is_urgent and not Hope(evidence=LIKELY - 0.1).is_urgent

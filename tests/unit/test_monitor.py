@@ -446,6 +446,17 @@ def test_two_brief_stretches_of_far_more_than_was_known_are_a_rise(rate_before: 
     assert (value(monitor.beta()) == pytest.approx(1 / rate)) == is_believed
 
 
+@pytest.mark.parametrize(("agreed", "is_believed"), [(None, False), (1.0, False), (2.0, True), (8.0, True)])
+def test_one_look_at_a_higher_rate_is_enough_where_others_have_seen_it(agreed: float | None, is_believed: bool) -> None:
+    slow, fast, monitor = Stretch(50_000, 0.02), Stretch(20_000, 0.001), Monitor(4)
+    agreed_beta = agreed and slow.seconds / slow.nbytes / agreed
+    for _ in range(10):
+        monitor.note(Reading(stretches=(slow,)), 0, agreed_beta=agreed_beta)
+    monitor.note(Reading(stretches=(fast,)), 0, agreed_beta=agreed_beta)
+    believed = fast if is_believed else slow
+    assert value(monitor.beta()) == pytest.approx(believed.seconds / believed.nbytes)
+
+
 def test_two_bunches_are_not_held_to_be_the_network_for_long() -> None:
     monitor = Monitor(8)
     for _ in range(5):

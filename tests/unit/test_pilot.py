@@ -153,6 +153,7 @@ CALM = Told(alpha_known=2, energy=2.0, energy_sent=0.4, timed=2, step_seconds=0.
         (CALM, View(took=0.02, alpha=2e-3, beta=1e-8), True),  # than when it was decided
         (CALM, View(took=0.02, alpha=1e-3, beta=2e-8), True),
         (CALM, View(took=0.02, alpha=1.2e-3, beta=1.2e-8), False),
+        (CALM, View(took=0.02, hope=Hope(8)), True),  # which is being tried out
         (CALM, View(took=0.2), True),  # and long steps are few
     ],
 )

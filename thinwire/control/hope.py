@@ -24,6 +24,7 @@ MOST_PATIENCE = 160  # after which a hope in vain, some four steps of a plan tha
 SURE, IN_VAIN = 3.0, -1.5  # log odds that leave no doubt, 20 to 1; and for giving up 4 to 1, as few hopes come true
 SURER = 4.0  # what it takes for another after one in vain: noise that looked like a rise once may do so again
 MOST = 1.0  # that one step can add, whatever happened in it
+LIKELY = 1.5  # log odds that more than one step must have spoken for
 
 
 class Hope(NamedTuple):
@@ -50,6 +51,11 @@ class Hope(NamedTuple):
     def is_open(self) -> bool:
         """Whether it is still to be seen what comes of it."""
         return self.factor > 1 and not self.has_come_true
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the next exchange counts: what is tried costs time, and so does a rise that is not known of."""
+        return self.is_open or self.evidence >= LIKELY
 
     @property
     def has_come_true(self) -> bool:

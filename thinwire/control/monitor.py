@@ -9,9 +9,10 @@ run) makes it longer: so alpha is taken from the least of the last few. When the
 least would hold the estimate back: so when several in a row are all above it, what was before them is forgotten; one is
 enough where the ranks together have come to hold the latency to be higher than this one does. A rate errs both ways
 (senders that serve several at once, packets in bunches), so beta is a median over the last few steps; two in a row that
-are long or steady, alike, and far from those before are a change, and so are two of more than twice the rate: the ones
-before are forgotten. A stretch that is over in a moment is likely to be from one sender that was serving all its peers:
-it says how fast the network is at least, and nothing beyond.
+are long or steady, alike, and far from those before are a change, and so are two of more than twice the rate, or one
+where the ranks together hold it to be higher: the ones before are forgotten. A stretch that is over in a moment is
+likely to be from one sender that was serving all its peers: it says how fast the network is at least, and nothing
+beyond.
 
 Only numbers come in here, and whatever they are, none goes out that cannot be.
 """
@@ -60,7 +61,7 @@ LONGEST_STEP = 1.0  # seconds between two chances to ask, for which some are sav
 PROBES_AT_ONCE = 4
 RESTLESS = 8  # steps after a number has moved, or seemed to
 FAR_AWAY, FAR_AWAY_SECONDS = 2.0, 1e-3  # times the median latency, and more than that: peers on another site
-CONFIRMED = 1.25  # the ratio by which others must have seen the latency rise, for one round trip to confirm it
+CONFIRMED = 1.25  # the ratio by which others must have seen latency or rate rise, for one look to confirm it
 
 
 class Estimate(NamedTuple):
@@ -165,10 +166,17 @@ class Monitor:
         turn = [((rank or 0) + i) % world_size for i in range(world_size)]
         self._turn = deque(peer for peer in turn if peer != rank)
 
-    def note(self, reading: Reading, sent_bytes: int, agreed_alpha: float | None = None) -> list[Change]:
+    def note(
+        self,
+        reading: Reading,
+        sent_bytes: int,
+        agreed_alpha: float | None = None,
+        agreed_beta: float | None = None,
+    ) -> list[Change]:
         """Take in what the link noticed during a step; give what has changed by it. Bytes count from the beginning.
 
-        `agreed_alpha` is what all ranks together hold the latency to be: some may have seen it rise before this one.
+        What is agreed is what all ranks together hold latency and rate to be: some may have seen a change before this
+        one.
         """
         now = self._clock()
         before = self._alpha, self._beta
@@ -176,7 +184,7 @@ class Monitor:
         self._sent_bytes = max(self._sent_bytes, sent_bytes)
         self._probe_bytes += max(0, reading.probe_bytes)
         self._note_round_trips(reading, now, agreed_alpha)
-        self._note_rate(reading.stretches, now)
+        self._note_rate(reading.stretches, now, agreed_beta)
         self._beta = beta = self._median_beta()
         self._alpha = alpha = self._common_alpha()
         has_moved, changes = any(map(_are_apart, before, (alpha, beta))), list[Change]()
@@ -395,7 +403,7 @@ class Monitor:
 
     # --- rates
 
-    def _note_rate(self, stretches: Iterable[Stretch], now: float) -> None:
+    def _note_rate(self, stretches: Iterable[Stretch], now: float, agreed_beta: float | None) -> None:
         """A step's rate is near the highest: some stretches came from a rank that was sending to others too."""
         seen = list(stretches)
         believed = [each for each in seen if _can_be_believed(*each)]
@@ -420,7 +428,7 @@ class Monitor:
         is_far = not believed_rate / FAR <= sample.value <= believed_rate * FAR
         self._doubts, self._doubted_at = self._doubts + 1 if is_far else 0, self._step
         self._rates.append(sample)
-        self._forget_before_a_jump()
+        self._forget_before_a_jump(agreed_beta)
 
     def _tells_nothing(self, sample: _Sample) -> bool:
         """Whether it is a brief one that may come from senders of the rate that is known.
@@ -433,13 +441,15 @@ class Monitor:
         known = 1 / (self._beta or math.inf)
         return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known * FAR
 
-    def _forget_before_a_jump(self) -> None:
+    def _forget_before_a_jump(self, agreed_beta: float | None) -> None:
         """Do not wait for the median to follow where the last two steps leave no doubt, or the last three little.
+
+        One is enough for a rise that others have seen.
 
         A few packets do, unless they tell the same again and again: to them, a busy machine that lets nobody run for a
         while looks like a slow network. But several times in a row, nothing looks far faster than it is.
         """
-        for number in (2, IN_A_ROW):
+        for number in (1, 2, IN_A_ROW):
             before, recent = list(self._rates)[:-number], list(self._rates)[-number:]
             if not before:
                 return
@@ -448,10 +458,12 @@ class Monitor:
             is_much = all(s.weight >= 0.5 and s.nbytes >= MANY_BYTES for s in recent)
             is_sure = high <= low * ALIKE and (is_much or all(s.steady for s in recent))
             rose, fell = low > usual * FAR, high * FAR < usual
-            if (rose or fell) and is_sure if number == 2 else rose:
+            if (rose and number == IN_A_ROW) or ((rose or fell) and is_sure and number == 2):
                 self._rates = deque(recent, maxlen=STEPS_KEPT)
                 return
-            if number == 2 and low > usual * FAR_FASTER:  # unless they were bunches, which brief ones may then tell
+            is_confirmed = agreed_beta is not None and agreed_beta * usual * CONFIRMED < 1
+            if low > usual * FAR_FASTER and (is_confirmed or number == 2):
+                # Unless they were bunches, which brief ones may then tell.
                 self._rates = deque([sample._replace(brief=True) for sample in recent], maxlen=STEPS_KEPT)
                 return
 

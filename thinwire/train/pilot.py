@@ -236,7 +236,7 @@ class Pilot:
         took, expected = self.view.took, self.standing.seconds
         if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
             return True
-        if self._is_elsewhere() or self._is_heard(self._asked.step):
+        if self._is_elsewhere() or self.view.hope.is_urgent or self._is_heard(self._asked.step):
             return True
         if told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known:
             return True
@@ -333,7 +333,7 @@ class Pilot:
 
     def _note_network(self) -> None:
         """Let the monitor know what the link has noticed, and record what that says has changed, and when."""
-        for change in self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha):
+        for change in self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha, self.view.beta):
             if self.records is not None:
                 ago = self.link.now() - change.time
                 self.records.write("change", what=change.what, before=change.before, after=change.after, ago=ago)
