@@ -11,8 +11,7 @@ count as if they had seen what was agreed: then one alone moves the others by a 
 2.5 for one of four, as often as it says so. Two ranks believe each other.
 
 The result is rounded to seven digits, since mathematical libraries differ in the last: ranks on different machines then
-hold the same bits, and should they ever differ, the next steps bring them together again, as they do with all numbers
-that ranks see differently.
+hold the same bits.
 """
 
 from __future__ import annotations
