@@ -107,6 +107,24 @@ def test_a_lab_of_before_the_last_boot_is_only_forgotten(folder: Path) -> None:
     assert registry.clean() == [f"removed lab {entry.id}, of before the last boot"]
 
 
+def test_what_a_relay_writes_while_its_lab_is_removed_is_removed_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lab that is killed while its relay begins: nobody knows of that relay yet, so nobody waits for it."""
+    entry, place = registry.register(hosts=1, network="test", truth="")
+    registry.write(place, registry.Entry(**{**entry.__dict__, "main_start": 1}))
+    rmdir, late = os.rmdir, iter([CONTROL])
+
+    def rmdir_after_a_late_word(path: object, **where: int) -> None:
+        for name in late:
+            (place / name).touch()
+        rmdir(path, **where)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "rmdir", rmdir_after_a_late_word)
+    assert registry.clean() == [f"removed lab {entry.id}, whose process had died; ended 0 processes"]
+    assert left_behind(folder) == ([], [])
+
+
 def test_a_block_that_raises_leaves_nothing(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError), lab(2) as two:
         two.start(1, ["sh", "-c", "sleep 600 & wait"])

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
+from errno import ENOTEMPTY
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -216,8 +217,13 @@ def _lives_in(pid: int, cookies: dict[int, int]) -> bool:
 
 
 def _remove(folder: Path, what: str) -> str:
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:  # somebody else was faster
-        return ""
-    return f"removed lab {folder.name}, {what}"
+    while True:
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # somebody else was faster
+            return ""
+        except OSError as error:
+            if error.errno != ENOTEMPTY:
+                raise
+            continue  # a relay that had just begun wrote into it; it ends as it has lost its lab
+        return f"removed lab {folder.name}, {what}"
