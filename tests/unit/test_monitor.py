@@ -468,13 +468,23 @@ def test_two_bunches_are_not_held_to_be_the_network_for_long() -> None:
     assert value(monitor.beta()) == pytest.approx(1e-7, rel=0.1)
 
 
-@pytest.mark.parametrize("noise", [1.05, 1.3])
+def test_a_rise_that_a_long_stretch_saw_is_not_given_up_for_a_senders_share() -> None:
+    monitor = Monitor(8)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(500_000, 0.05),)), 0)
+    monitor.note(Reading(stretches=(Stretch(800_000, 0.02),)), 0, agreed_beta=1 / 30e6)
+    for _ in range(5):
+        monitor.note(Reading(stretches=(Stretch(28_000, 0.002),)), 0)
+    assert value(monitor.beta()) == pytest.approx(1 / 40e6, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [1.05, 1.3, 1.5, 4.0])
 def test_what_long_stretches_have_told_is_not_forgotten_for_a_brief_one(noise: float) -> None:
     monitor = Monitor(8)
     for _ in range(5):
         monitor.note(Reading(stretches=(Stretch(500_000, 0.05),)), 0)
     share, bunch = Stretch(7_000, 0.002), Stretch(round(20_000 * noise), 0.002)
-    for stretch in [share] * 8 + [bunch] + [share] * 8:
+    for stretch in ([share] * 8 + [bunch]) * 3 + [share] * 8:
         monitor.note(Reading(stretches=(stretch,)), 0)
         assert value(monitor.beta()) == pytest.approx(1e-7, rel=0.1)
 

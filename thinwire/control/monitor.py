@@ -99,6 +99,10 @@ class _Sample(NamedTuple):
     brief: bool = False
     steady: bool = False  # made of several that were alike
 
+    @property
+    def is_much(self) -> bool:
+        return self.weight >= 0.5 and self.nbytes >= MANY_BYTES
+
 
 @dataclass
 class _Watch:
@@ -422,13 +426,17 @@ class Monitor:
         )
         if self._tells_nothing(sample):
             return
-        while self._rates and self._rates[0].step < self._step - STEPS_OLD:
-            self._rates.popleft()  # a long stretch of long ago would outweigh short ones of today
+        self._rates = deque((each for each in self._rates if self._is_young_beside(sample, each)), maxlen=STEPS_KEPT)
         believed_rate = 1 / (self._median_beta() or 1 / sample.value)
         is_far = not believed_rate / FAR <= sample.value <= believed_rate * FAR
         self._doubts, self._doubted_at = self._doubts + 1 if is_far else 0, self._step
         self._rates.append(sample)
         self._forget_before_a_jump(agreed_beta)
+
+    def _is_young_beside(self, sample: _Sample, other: _Sample) -> bool:
+        """A long stretch of long ago would outweigh those of today; but not one that is told of by a few packets."""
+        is_better = sample.brief and not other.brief and sample.time - other.time < LONG_AGO_SECONDS
+        return is_better or other.step >= self._step - STEPS_OLD
 
     def _tells_nothing(self, sample: _Sample) -> bool:
         """Whether it is a brief one that may come from senders of the rate that is known.
@@ -442,12 +450,13 @@ class Monitor:
         return known / (self.world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known * FAR
 
     def _forget_before_a_jump(self, agreed_beta: float | None) -> None:
-        """Do not wait for the median to follow where the last two steps leave no doubt, or the last three little.
+        """Do not wait for the median to follow where the last steps leave no doubt.
 
-        One is enough for a rise that others have seen.
+        As after one that saw more than twice the rate, if others have seen it rise; two that did so; two that saw a
+        rise or a fall, the same one, and had much to see it by or saw it several times; three that saw a rise.
 
-        A few packets do, unless they tell the same again and again: to them, a busy machine that lets nobody run for a
-        while looks like a slow network. But several times in a row, nothing looks far faster than it is.
+        So few packets alone are not enough for a fall: to them, a busy machine that lets nobody run for a while looks
+        like a slow network. But several times in a row, nothing looks far faster than it is.
         """
         for number in (1, 2, IN_A_ROW):
             before, recent = list(self._rates)[:-number], list(self._rates)[-number:]
@@ -455,16 +464,16 @@ class Monitor:
                 return
             usual = weighted_quantile([(sample.value, sample.weight) for sample in before], 0.5)
             low, high = min(sample.value for sample in recent), max(sample.value for sample in recent)
-            is_much = all(s.weight >= 0.5 and s.nbytes >= MANY_BYTES for s in recent)
-            is_sure = high <= low * ALIKE and (is_much or all(s.steady for s in recent))
+            is_sure = high <= low * ALIKE and (all(s.is_much for s in recent) or all(s.steady for s in recent))
+            is_confirmed = agreed_beta is not None and agreed_beta * usual * CONFIRMED < 1
             rose, fell = low > usual * FAR, high * FAR < usual
             if (rose and number == IN_A_ROW) or ((rose or fell) and is_sure and number == 2):
                 self._rates = deque(recent, maxlen=STEPS_KEPT)
                 return
-            is_confirmed = agreed_beta is not None and agreed_beta * usual * CONFIRMED < 1
             if low > usual * FAR_FASTER and (is_confirmed or number == 2):
-                # Unless they were bunches, which brief ones may then tell.
-                self._rates = deque([sample._replace(brief=True) for sample in recent], maxlen=STEPS_KEPT)
+                # They may still be bunches, and if they are brief the brief ones after them may say so.
+                doubtful = [sample._replace(brief=sample.brief or not sample.is_much) for sample in recent]
+                self._rates = deque(doubtful, maxlen=STEPS_KEPT)
                 return
 
     def _trust(self, samples: Iterable[_Sample], value: float, wanted: int) -> tuple[float, int, float]:
