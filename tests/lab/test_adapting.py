@@ -1,4 +1,4 @@
-"""What `attach` makes of a network that changes while torch's own all_reduce sends everything."""
+"""What `attach` makes of real packets: of a far network at first, of one that changes while torch sends everything."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import thinwire
 from tests.lab.networks import lab
 from tests.timing import timing
+from thinwire.lab.lab import Lab
 from thinwire.lab.run import environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
@@ -22,7 +23,7 @@ ROOT = Path(thinwire.__file__).parents[1]
 COMPUTE, STEPS, CHANGE_AT = 0.06, 60, 25
 
 
-def train_and_tell() -> None:
+def train_and_tell(steps: int) -> None:
     """On every host: a model in several buckets; after every step, its plan, the rate, and that of the decision."""
     import torch
     import torch.distributed as dist
@@ -35,7 +36,7 @@ def train_and_tell() -> None:
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(150, 150) for _ in range(6))), bucket_cap_mb=0.2)
     comm = thinwire.attach(model)
     weights = torch.randn(200, 200)
-    for _ in range(STEPS):
+    for _ in range(steps):
         end = time.monotonic() + COMPUTE
         while time.monotonic() < end:
             weights @ weights
@@ -48,14 +49,28 @@ def train_and_tell() -> None:
     dist.destroy_process_group()
 
 
+def started(place: Lab, steps: int) -> list[subprocess.Popen[bytes]]:
+    """The script on every host of the lab."""
+    command = [sys.executable, "-m", "tests.lab.test_adapting", str(steps)]
+    return [
+        place.start(host, command, environment(place, host, os.environ), cwd=ROOT, stdout=subprocess.PIPE, stderr=None)
+        for host in range(place.hosts)
+    ]
+
+
+def test_a_far_network_is_known_before_the_first_step() -> None:
+    """A message's latency is no reason to ask for no longer one: of a short one nobody sees the rate."""
+    with lab(4, latency="50ms", rate="500mbit") as four:
+        told = [host.communicate()[0].splitlines() for host in started(four, steps=1)]
+    [first], *others = [[json.loads(line) for line in lines] for lines in told]
+    assert all(lines == [first] for lines in others)
+    assert first[0] != "dense" and first[2] > 12.5, first  # Mbit/s: while TCP is starting, it is seen to be too low
+
+
 @timing
 def test_a_rate_that_falls_while_torch_sends_everything_is_noticed_within_a_few_steps() -> None:
-    command = [sys.executable, "-m", "tests.lab.test_adapting"]
     with lab(2, latency="0.2ms", rate="500mbit") as two:
-        hosts = [
-            two.start(host, command, environment(two, host, os.environ), cwd=ROOT, stdout=subprocess.PIPE, stderr=None)
-            for host in range(2)
-        ]
+        hosts = started(two, STEPS)
         assert hosts[0].stdout is not None and hosts[1].stdout is not None
         told = []
         for line in hosts[0].stdout:
@@ -76,4 +91,4 @@ def test_a_rate_that_falls_while_torch_sends_everything_is_noticed_within_a_few_
 
 
 if __name__ == "__main__":
-    train_and_tell()
+    train_and_tell(int(sys.argv[1]))

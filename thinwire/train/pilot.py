@@ -36,7 +36,8 @@ AHEAD = 1.0  # seconds before it is due, measuring is allowed where something is
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
 TELL_EVERY, TELL_SECONDS = 4, 0.3  # between two tellings beside exchanges that carry no numbers: at least so much
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
-SURVEY_SECONDS = 0.02  # a message that takes so long says enough about the rate
+SURVEY_SECONDS = 0.02  # a message whose bytes take so long says enough about the rate
+SURVEY_PATIENCE = 1.0  # seconds after which no longer message is sent, whatever is known
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
 ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
@@ -333,7 +334,9 @@ class Pilot:
 
     def _note_network(self) -> None:
         """Let the monitor know what the link has noticed, and record what that says has changed, and when."""
-        for change in self.monitor.note(self.link.read_out(), self.link.sent_bytes, self.view.alpha, self.view.beta):
+        for change in self.monitor.note(
+            self.link.read_out(), self.link.sent_bytes, self.view.alpha, self.view.seen_beta
+        ):
             if self.records is not None:
                 ago = self.link.now() - change.time
                 self.records.write("change", what=change.what, before=change.before, after=change.after, ago=ago)
@@ -388,7 +391,8 @@ class Pilot:
             self.link.probe([peer for peer in range(self.link.world_size) if peer != self.link.rank])
             self._agree_on_survey(0)
         for nbytes in SURVEY_BYTES:
-            if self._agree_on_survey(nbytes) >= SURVEY_SECONDS:
+            seconds = self._agree_on_survey(nbytes)
+            if nbytes * (self.view.beta or 0.0) >= SURVEY_SECONDS or seconds >= SURVEY_PATIENCE:
                 break
         self._decide(0)
 
