@@ -40,6 +40,12 @@ def test_a_rate_that_falls_while_more_is_hoped_for_is_said_to_have_fallen() -> N
     assert Adaptive().decide(came_true, Adaptive().standing_after(decision, came_true), 200, PRICES) is None
 
 
+def test_what_is_changed_in_hope_is_not_said_to_be_for_the_latency() -> None:
+    hoping = KNOWN._replace(hope=Hope(FACTOR), alpha=1.15e-3)
+    assert "it may be" in decided(hoping, standing_at(KNOWN)).trigger
+    assert "latency went" in decided(hoping._replace(hope=Hope()), standing_at(KNOWN)).trigger
+
+
 def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
     controller = Adaptive(warmup=5000)
     standing = standing_at(KNOWN, controller, step=100)
@@ -51,7 +57,7 @@ def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
 
 def test_the_further_one_plans_the_less_is_sent() -> None:
     dense = Standing(plan=complete("dense", 1.0))
-    ratios = [decided(KNOWN, dense, 9, Adaptive(horizon=horizon)).plan.ratio for horizon in (300, 1000, 3000)]
+    ratios = [decided(KNOWN, dense, 9, Adaptive(horizon=horizon)).plan.ratio for horizon in (200, 1000, 3000)]
     assert ratios[0] > ratios[1] > ratios[2]
     assert decided(KNOWN, dense, 9_000).plan.ratio == ratios[0]
 
@@ -170,6 +176,15 @@ def test_what_was_seen_is_said_with_how_far_it_is_trusted() -> None:
     assert "Of a step, 50 ms are outside the exchange and " in text
     assert "Gain of the largest entries: " in text and " at 0.001." in text
     assert "trusts its own latency by 90%, and its own rate by 25%." in text
+
+
+def test_a_knee_is_not_explained_by_costs() -> None:
+    knee = Adaptive(objective="knee")
+    standing = standing_at(KNOWN, knee)
+    decision = decided(KNOWN._replace(alpha=0.05), standing, controller=knee)
+    text = explain(decision, standing, KNOWN, None, objective="knee")
+    assert decision.plan != decision.candidates[0].plan
+    assert "It is the knee of time against 1/gain that is taken" in text and "too little to change" not in text
 
 
 def test_what_was_guessed_is_not_said_to_be_measured_or_predicted() -> None:

@@ -138,7 +138,8 @@ def add_entries(x: torch.Tensor, entries: Sparse, scale: float) -> None:
 def multiply(x: torch.Tensor, factor: float) -> bool:
     """x *= factor, flat, with the bits of x.mul_(factor). Says whether all of x is finite, in the same pass."""
     if has_kernels(x):
-        total = float(kernels.multiply(x.numpy(), x.numpy().dtype.type(factor)))
+        entries = x.numpy()
+        total = float(kernels.multiply(entries, entries.dtype.type(factor)))
     else:
         total = float(x.mul_(factor).sum())
     # A sum may overflow where no term of it does; only then is it worth looking at every one of them.

@@ -73,8 +73,8 @@ class Adaptive:
             whatever it learns, so give it one ratio. "knee" is the rule of Tyagi & Swany: the knee of the front of time
             against 1/gain (control/pareto.py).
         horizon: for how many steps of dense training to plan. What a plan needs more is a delay, so the further one
-            plans the more a fast step is worth. By 300 the larger ratios are favoured as they should be where the
-            learning rate is near the largest: there delays grow with the training (docs/how-it-decides.md).
+            plans the more a fast step is worth. On networks that change, where delays come anew with every smaller
+            ratio, 200 did as well as any number that was tried (docs/how-it-decides.md).
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
         values: how gathered values are sent. "log4", four bits each up to a ratio of 0.1 and sixteen beyond, is a third
@@ -99,7 +99,7 @@ class Adaptive:
     """
 
     objective: str = "goodput"
-    horizon: int = 300
+    horizon: int = 200
     ratios: tuple[float, float] = (0.001, 0.1)
     exchanges: tuple[str, ...] = SPARSE
     values: str = "log4"
@@ -218,9 +218,11 @@ class Adaptive:
             return None
         is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
         change = self.change if is_rested else max(self.change, URGENT)
-        if _changed(standing.alpha, view.assumed.alpha, change):
+        has_rate_changed = has_hope_ended or _changed(standing.beta, view.assumed.beta, change)
+        is_by_hope = has_rate_changed and view.hope.factor != standing.hope  # which is then what makes the difference
+        if _changed(standing.alpha, view.assumed.alpha, change) and not is_by_hope:
             return course_of_latency(standing.alpha, view.assumed.alpha)
-        if has_hope_ended or _changed(standing.beta, view.assumed.beta, change):
+        if has_rate_changed:
             return self._course_of_rate(standing.beta, standing.hope, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         least = self._least_gain(standing.plan.exchange, view)

@@ -16,18 +16,18 @@ def explain(
     standing: Standing,
     view: View,
     last: StepRecord | None,
-    fixed: bool = False,
+    objective: str | None = "goodput",
     confidence: tuple[float, float] | None = None,
 ) -> str:
     """The last decision as a short table, and how it has turned out since.
 
     Args:
-        fixed: there is nobody who decides.
+        objective: that of the controller, None where there is nobody who decides.
         confidence: from 0 to 1, how far this rank trusts its own measurements of latency and rate by now.
     """
     plan = standing.plan
     if decision is None:
-        return f"{plan}, {_without_decision(standing, fixed)}.\n{_network(view.alpha, view.beta)}."
+        return f"{plan}, {_without_decision(standing, objective is None)}.\n{_network(view.alpha, view.beta)}."
     what = str(plan) if decision.plan != decision.before else f"still {plan}"
     shown = [c for i, c in enumerate(decision.candidates) if i < SHOWN or c.plan == decision.plan]
     lines = [
@@ -41,7 +41,7 @@ def explain(
     ]
     if len(decision.candidates) > len(shown):
         lines.append(f"  and {len(decision.candidates) - len(shown)} more")
-    lines += _why_not_the_first(decision)
+    lines += _why_not_the_first(decision, objective)
     lines += ["", "step: predicted; steps: times those of dense training; cost: their product."]
     if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
         predicted = "" if standing.guessed else f", predicted {short(decision.seconds)}"
@@ -52,15 +52,15 @@ def explain(
     return "\n".join(lines)
 
 
-def _why_not_the_first(decision: Decision) -> list[str]:
+def _why_not_the_first(decision: Decision, objective: str | None) -> list[str]:
     """Of the candidates, which are sorted by cost."""
     if decision.plan == decision.candidates[0].plan:
         return []
+    if objective == "knee":
+        return ["It is the knee of time against 1/gain that is taken, and not the least cost."]
     if decision.plan == decision.before:
         return ["The first is better by too little to change for it."]
-    if decision.plan.exchange == "dense":
-        return ["Dense is taken wherever compressing is better by little."]
-    return ["It is the knee of time against 1/gain that is taken, and not the least cost."]
+    return ["Dense is taken wherever compressing is better by little."]
 
 
 def _without_decision(standing: Standing, fixed: bool) -> str:

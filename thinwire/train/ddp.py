@@ -2,7 +2,7 @@
 
 DDP hands over the gradient in buckets, in one fixed order, and changes their layout after the first steps. The hook
 keeps them until the last one is there, since the best entries can only be chosen among all, and then runs one exchange,
-in the thread that called it. Nothing is ever sent from a future's callback.
+in the thread that called it. No gradient is ever sent from a future's callback; a probe may be asked for in one.
 """
 
 import math
@@ -109,13 +109,14 @@ class _Courier:
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin()
-        if bucket.buffer().is_sparse:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
-        self._note_part(bucket)
+        self._note_part(bucket, buffer.nbytes)
         if self._passes:
             self._used.clear()
-            return self._passing.take(bucket)
+            return self._passing.take(bucket, buffer)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._waiting.append((bucket, future))
         if bucket.is_last():
@@ -136,8 +137,7 @@ class _Courier:
             self._comm.pause()  # it may be this step alone that waits, for an error that is left: not what dense takes
         self._held_up = held_up
 
-    def _note_part(self, bucket: GradBucket) -> None:
-        nbytes = bucket.buffer().nbytes
+    def _note_part(self, bucket: GradBucket, nbytes: int) -> None:
         self._nbytes += nbytes
         if bucket.is_last():
             overlap = self._comm.link.now() - self._first_at, nbytes / max(1, self._nbytes)
@@ -188,8 +188,8 @@ class _Passing:
         self._lock = threading.Lock()
         self._native = TorchAllReduce()
 
-    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        link, buffer = self._comm.link, bucket.buffer()
+    def take(self, bucket: GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        link = self._comm.link
         if bucket.index() == 0:
             self._start, self._sent_before = link.now(), link.sent_bytes
             self._under_way, self._all_taken, self._finite = 0, False, True

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class Synchronizer:
         self._sent_noted = -math.inf
         self._overlap = (0.0, 1.0)
         self._explored_by: float = _STEPS_UNEXPLORED  # the step; infinity once something was, or it was said
-        self._exchanges: dict[Plan, Exchange] = {}
+        self._exchanges: dict[tuple[str, ...], Exchange] = {}  # by all of a plan but its ratio
         # Before there is a link, on which the others would wait for the one that compiles longest.
         may_run = ((plan.exchange,), plan.values) if controller is None else (controller.exchanges, controller.values)
         rehearse(*may_run, self._layout.dtype)
@@ -143,9 +143,10 @@ class Synchronizer:
     @property
     def exchange(self) -> Exchange:
         """What runs the present plan. One that comes back finds what it had learned of the gradient."""
-        kind = replace(self.plan, ratio=1.0)
+        plan = self.plan
+        kind = plan.exchange, plan.collective, plan.broadcast, plan.values
         if kind not in self._exchanges:
-            self._exchanges[kind] = build(kind, self._layout.sizes)
+            self._exchanges[kind] = build(plan, self._layout.sizes)
         return self._exchanges[kind]
 
     @property
@@ -167,7 +168,8 @@ class Synchronizer:
         """Print what runs, since when and why, and what else was considered."""
         pilot = self._pilot
         trust = pilot.monitor.alpha().confidence, pilot.monitor.beta().confidence
-        print(explain(pilot.decision, pilot.standing, pilot.view, self.last, pilot.controller is None, trust))
+        objective = None if pilot.controller is None else pilot.controller.objective
+        print(explain(pilot.decision, pilot.standing, pilot.view, self.last, objective, trust))
 
     @cached_property
     def _out(self) -> torch.Tensor:
