@@ -1,19 +1,23 @@
 """How far ahead to plan: rules for the ratio on changing networks, simulated without noise and without our own cost.
 
-    python benchmarks/simulate_horizons.py --networks c1,unpredictable --seeds 6      some 30 s a run
+    python benchmarks/simulate_horizons.py                   what is not yet in the results, some 22 s a run
+    python benchmarks/simulate_horizons.py --networks c1,unpredictable --rules "200 steps;300 steps" --seeds 6
 
 Eight ranks train the CNN of time_to_accuracy.py in one process, with error feedback. A clock counts what each step
-would take by our prices, so a rule is judged by what it chooses alone. Values are not rounded here, and the learning
-rate does not fall. Prints seconds to accuracy, the mean over targets and over seeds, and of each seed: from one to the
-next they differ by more than rules do.
+would take by our prices, so a rule is judged by what it chooses alone. Values are not rounded here. Prints seconds to
+accuracy, the mean over targets and over seeds, of each seed, since from one to the next they differ by more than rules
+do, and the accuracy at the end of the training.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 from collections.abc import Callable
+from datetime import date
+from typing import Any
 
 import numpy as np
 import time_to_accuracy as real
@@ -21,6 +25,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from thinwire.bench.machine import describe_machine
 from thinwire.control.adaptive import ROOM, Adaptive, two_digit_ratios
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import GainCurve
@@ -30,6 +35,7 @@ from thinwire.control.view import Floats
 from thinwire.lab import profiles
 from thinwire.types import Network
 
+RESULTS = real.RESULTS.with_name("horizons.json")
 RATIOS = two_digit_ratios(*Adaptive().ratios)
 FEW = np.geomspace(RATIOS[0], RATIOS[-1], 9)  # between which prices are nearly straight lines
 EXCHANGE = "topk-allgather"
@@ -37,13 +43,18 @@ WAYS = [Way(EXCHANGE, collective, values=Adaptive().values) for collective in ("
 REST, SLOWNESS, BEYOND = 0.026, 2.0, 1.1  # as they are in the lab with eight hosts on two cores
 SAMPLED = 9  # one of so many entries tells where the largest begin
 DECIDED_EVERY = 10  # steps
+NEVER = 90.0  # seconds that a target counts for which was not reached
 
 # What to plan for: seconds or steps, from the steps made and the seconds gone.
 RULES: dict[str, tuple[str, Callable[[int, float], float]]] = {
     "300 steps": ("steps", lambda *_: 300),
+    "200 steps": ("steps", lambda *_: 200),
+    "150 steps": ("steps", lambda *_: 150),
+    "100 steps": ("steps", lambda *_: 100),
     "1,000 steps": ("steps", lambda *_: 1000),
     "as many steps as were made": ("steps", lambda steps, _: min(max(steps, 300), 3000)),
     "15 seconds": ("seconds", lambda *_: 15.0),
+    "10 seconds": ("seconds", lambda *_: 10.0),
     "as many seconds as have gone": ("seconds", lambda _, seconds: max(10.0, seconds)),
     "always 0.01": ("ratio", lambda *_: 0.01),
     "always 0.003": ("ratio", lambda *_: 0.003),
@@ -57,16 +68,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
     for network, rule in itertools.product(arguments.networks.split(","), arguments.rules.split(";")):
-        seconds = [seconds_to_accuracy(network, rule, seed) for seed in range(arguments.seeds)]
+        found = [kept["runs"].get(f"{network}, {rule}, {seed}") or {} for seed in range(arguments.seeds)]
+        for seed in (seed for seed, result in enumerate(found) if not result):
+            curve = Simulation(network, rule, seed).curve()
+            found[seed] = {"seconds": [time_to(curve, target) for target in real.TARGETS], "end": curve[-1][1]}
+            kept["runs"][f"{network}, {rule}, {seed}"] = found[seed]
+            kept |= {"command": "python benchmarks/simulate_horizons.py", "date": f"{date.today()}"}
+            kept |= describe_machine()
+            real.write_whole(RESULTS, json.dumps(kept, indent=1) + "\n")
+        seconds = [statistics.mean(result["seconds"]) for result in found]
         each = ", ".join(f"{number:.1f}" for number in seconds)
-        print(f"{network:<14} {rule:<30} {statistics.mean(seconds):5.1f} s ({each})", flush=True)
+        end = statistics.mean(result["end"] for result in found)
+        print(f"{network:<14} {rule:<30} {statistics.mean(seconds):5.1f} s ({each}) {end:.2%}", flush=True)
 
 
-def seconds_to_accuracy(network: str, rule: str, seed: int) -> float:
-    """The mean over targets."""
-    curve = Simulation(network, rule, seed).curve()
-    return statistics.mean(real.Time.to(curve, target, real.LIMIT).seconds for target in real.TARGETS)
+def time_to(curve: list[list[float]], target: float) -> float:
+    return round(real.Time.to(curve, target, NEVER).seconds, 2)
 
 
 class Simulation:
@@ -92,11 +111,11 @@ class Simulation:
         self.priced: dict[Network, Floats] = {}
 
     def curve(self) -> list[list[float]]:
-        """Train for as long as a run in the lab; time, accuracy and step of what was kept on the way."""
+        """Train as in the lab, to the end; time, accuracy and step of what was kept on the way."""
         kept = [(0.0, 0, self.flat.clone())]
-        while self.clock < real.LIMIT:
+        while self.steps < real.TRAINING:
             self._step()
-            if self.clock - kept[-1][0] >= real.KEPT_EVERY:
+            if self.steps % real.KEPT_EVERY == 0:
                 kept.append((self.clock, self.steps, self.flat.clone()))
         test = real.fashion("t10k")
         return [real.look(kept, place, test) for place in range(len(kept))]
@@ -114,7 +133,7 @@ class Simulation:
         self.error = x - sent
         self.gains = self.gains.with_measured(EXCHANGE, self.ratio, float(sent.square().sum() / x.square().sum()))
         self.momentum.mul_(0.9).add_(sent.mean(0))
-        self.flat.sub_(self.momentum, alpha=real.RATE)
+        self.flat.sub_(self.momentum, alpha=real.learning_rate(self.steps))
         self.steps += 1
         self.clock += float(np.interp(self.ratio, RATIOS, seconds))
 
