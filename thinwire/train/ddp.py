@@ -2,11 +2,10 @@
 
 DDP hands over the gradient in buckets, in one fixed order, and changes their layout after the first steps. The hook
 keeps them until the last one is there, since the best entries can only be chosen among all, and then runs one exchange,
-in the thread that called it. No gradient is ever sent from a future's callback; a probe may be asked for in one.
+in the thread that called it. Nothing is ever sent from a future's callback.
 """
 
 import math
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ class _Courier:
         if self._passes:
             self._used.clear()
             return self._passing.take(bucket, buffer)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future = _future_of(buffer)
         self._waiting.append((bucket, future))
         if bucket.is_last():
             self._exchange()
@@ -181,21 +180,21 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class _Passing:
-    """A dense step over torch's own all_reduce: each bucket goes as soon as it is there, exactly as DDP sends it."""
+    """A dense step over torch's own all_reduce: each bucket goes as soon as it is there, exactly as DDP sends it.
+
+    They are waited for when the last one is under way: DDP has nothing else to do then, and a callback in Python would
+    have to be woken up in another thread for every bucket.
+    """
 
     def __init__(self, comm: Synchronizer) -> None:
         self._comm = comm
-        self._lock = threading.Lock()
         self._native = TorchAllReduce()
+        self._under_way: list[tuple[torch.Tensor, Any, torch.futures.Future[torch.Tensor]]] = []
 
     def take(self, bucket: GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         link = self._comm.link
         if bucket.index() == 0:
-            self._start, self._sent_before = link.now(), link.sent_bytes
-            self._under_way, self._all_taken, self._finite = 0, False, True
-        with self._lock:
-            self._under_way += 1
-            self._all_taken = bucket.is_last()
+            self._start, self._sent_before, self._under_way = link.now(), link.sent_bytes, []
         self._comm.look(buffer)
         self._native.count(link, buffer)
         # DDP multiplies by the inverse where others divide; with 3 ranks the bits differ.
@@ -203,23 +202,30 @@ class _Passing:
             buffer[0] = math.nan  # tells all ranks: a mean of finite numbers is finite, so no one need look at it
         # What dist.all_reduce calls in the end: its own checks take longer than all of ours.
         assert link.group is not None  # or there were no plan that passes
-        future: torch.futures.Future[Any] = link.group.allreduce([buffer]).get_future()
+        future = _future_of(buffer)
+        self._under_way.append((buffer, link.group.allreduce([buffer]), future))
         if bucket.is_last():
-            self._taken_at = link.now()
+            taken_at = link.now()
             self._comm.tell_by_torch()
-        return future.then(lambda done: self._arrived(done.value()[0]))
+            self._close(taken_at, finite=self._all_arrive())
+        return future
 
-    def _arrived(self, buffer: torch.Tensor) -> torch.Tensor:
-        finite = math.isfinite(buffer[0].item())
-        with self._lock:
-            self._under_way -= 1
-            self._finite &= finite
-            if self._all_taken and not self._under_way:
-                self._close()
-        return buffer
+    def _all_arrive(self) -> bool:
+        """Wait for all buckets and give them back; say whether they are finite."""
+        finite = True
+        for buffer, work, future in self._under_way:
+            work.wait()
+            finite &= math.isfinite(buffer[0].item())
+            future.set_result(buffer)
+        self._under_way = []
+        return finite
 
-    def _close(self) -> None:
-        link, now, gain = self._comm.link, self._comm.link.now(), 1.0 if self._finite else float("nan")
-        sent_bytes, waited = link.sent_bytes - self._sent_before, now - self._taken_at
-        self._comm.close_step(now - self._start, 0.0, sent_bytes, gain, not self._finite, waited)
+    def _close(self, taken_at: float, finite: bool) -> None:
+        link, now, gain = self._comm.link, self._comm.link.now(), 1.0 if finite else math.nan
+        sent_bytes = link.sent_bytes - self._sent_before
+        self._comm.close_step(now - self._start, 0.0, sent_bytes, gain, not finite, now - taken_at)
         self._comm.ask_before_telling()
+
+
+def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
