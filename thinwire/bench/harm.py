@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def main(ranks: int, blocks: int, as_json: bool) -> None:
             f"{name}: {net['adaptive_ms']:.2f} ms, plain DDP {net['ddp_ms']:.2f} ms, {net['ratio']:.3f} times "
             f"(torch's own hook that averages: {net['hook_ratio']:.3f} times); "
             f"the controller {net['control_share']:.2%} of the time, {net['control_bytes_share']:.2%} of the bytes; "
-            f"{net['plan']}"
+            f"{', '.join(f'{plan} in {blocks} blocks' for plan, blocks in net['plans'].items())}"
         )
 
 
@@ -75,7 +76,7 @@ def _measured(name: str, ranks: int, blocks: int) -> dict[str, Any]:
         "hook_ratio": times_ddp("hook"),
         "control_share": sum(launch["control"] for launch in launches) / sum(sums["adaptive"]),
         "control_bytes_share": statistics.mean(launch["control_bytes_share"] for launch in launches),
-        "plan": launches[-1]["plan"],
+        "plans": dict(sum((Counter(launch["plans"]) for launch in launches), Counter())),
     }
 
 
@@ -90,14 +91,15 @@ def measure(rank: int, name: str, blocks: int, first: int) -> dict[str, Any]:
         _steps(model, SETTLE)
     before = _counts(comm)
     times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    plans = Counter[str]()
     for block in range(blocks):
         for kind in _rotated(order, block):
             comm.pause()  # the other models' steps are none of ours
             times[kind].append(_steps(models[kind], BLOCK))
+        plans[str(comm.plan)] += 1
     control, beside, sent = (after - start for after, start in zip(_counts(comm), before, strict=True))
-    plan = str(comm.plan)
     comm.close()
-    return {**times, "control": control, "control_bytes_share": beside / (sent + beside), "plan": plan}
+    return {**times, "control": control, "control_bytes_share": beside / (sent + beside), "plans": plans}
 
 
 def _rotated(kinds: tuple[str, ...], by: int) -> tuple[str, ...]:
