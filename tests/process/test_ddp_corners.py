@@ -316,7 +316,7 @@ def test_a_rank_that_has_joined_contributes_no_gradient_but_its_error(name: str)
         torch.testing.assert_close(parameters, flat_parameters(model), rtol=1e-4, atol=1e-6)
 
 
-def _mixed_types(rank: int, name: str) -> torch.Tensor:
+def _mixed_types(rank: int, name: str, static_graph: bool) -> torch.Tensor:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -325,26 +325,29 @@ def _mixed_types(rank: int, name: str) -> torch.Tensor:
             self.wide = nn.Linear(8, 8).double()
             self.low = nn.Linear(8, 10).bfloat16()
             self.nothing = nn.Parameter(torch.zeros(0))
+            self.alone = nn.Parameter(torch.zeros(0, dtype=torch.float16))  # the only one in its bucket
             self.one = nn.Parameter(torch.tensor(1.0))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.wide(self.narrow(x).double()) * self.one
-            return self.low(x.bfloat16()).float() + self.nothing.sum()
+            return self.low(x.bfloat16()).float() + self.nothing.sum() + self.alone.sum()
 
-    model = DDP(Mixed())
+    model = DDP(Mixed(), static_graph=static_graph)
     comm = thinwire.attach(model, **_plan(name))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
+    assert comm.step == 4
     comm.close()
     return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
 
 
+@pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_of_several_types_and_sizes_train_alike_on_all_ranks(name: str) -> None:
-    first, second = run_ranks(_mixed_types, 2, name=name)
+def test_parameters_of_several_types_and_sizes_train_alike_on_all_ranks(name: str, static_graph: bool) -> None:
+    first, second = run_ranks(_mixed_types, 2, name=name, static_graph=static_graph)
     assert torch.equal(first, second) and torch.isfinite(first).all()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,6 +93,9 @@ class _Courier:
         self._names = {id(p): plain_name(name) for name, p in model.module.named_parameters()}
         self._strides = {id(p): p.stride() for p in model.module.parameters()}
         self._waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
+        named = model.module.named_parameters()
+        self._expected = {id(p) for name, p in named if p.requires_grad and name not in model.parameters_to_ignore}
+        self._missing: set[int] = set()  # those of them that have not come yet in this backward
         self._passing = _Passing(comm)
         self._held_up = False  # a step that could pass, by an error that has to be sent with it
         # DDP throws away what comes back for a parameter that no rank used, so its error must not be sent then.
@@ -106,19 +110,23 @@ class _Courier:
         return type(None), ()
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if bucket.index() == 0:
+        brought = {id(p) for p in bucket.parameters()}
+        if not brought <= self._missing:
             self._begin()
+        self._missing -= brought
+        # In its first step DDP's static graph says of no bucket that it is the last.
+        all_there = bucket.is_last() or not self._missing
         buffer = bucket.buffer()
         if buffer.is_sparse:
             names = ", ".join(repr(self._names[id(p)]) for p in bucket.parameters())
             raise ValueError(f"the gradient of {names} is sparse, which cannot be exchanged.")
-        self._note_part(bucket, buffer.nbytes)
+        self._note_part(buffer.nbytes, all_there)
         if self._passes:
             self._used.clear()
-            return self._passing.take(bucket, buffer)
+            return self._passing.take(buffer, all_there)
         future = _future_of(buffer)
         self._waiting.append((bucket, future))
-        if bucket.is_last():
+        if all_there:
             self._exchange()
         return future
 
@@ -128,17 +136,18 @@ class _Courier:
             raise ValueError("Join(divide_by_initial_world_size=False) is not supported; the default, True, is.")
         self._comm.agree_after_resuming()
         self._comm.hear_by_torch()
-        self._waiting = []  # an earlier backward may have failed half-way
+        self._missing, self._waiting = set(self._expected), []  # an earlier backward may have failed half-way
         self._first_at, self._nbytes = self._comm.link.now(), 0
         self._passes = self._comm.exchange.bucketwise and self._comm.memory.empty
+        self._passing.begin()
         held_up = self._comm.exchange.bucketwise and not self._passes
         if held_up and not self._held_up:
             self._comm.pause()  # it may be this step alone that waits, for an error that is left: not what dense takes
         self._held_up = held_up
 
-    def _note_part(self, bucket: GradBucket, nbytes: int) -> None:
+    def _note_part(self, nbytes: int, all_there: bool) -> None:
         self._nbytes += nbytes
-        if bucket.is_last():
+        if all_there:
             overlap = self._comm.link.now() - self._first_at, nbytes / max(1, self._nbytes)
             self._comm.note_overlap(*((0.0, 1.0) if self._held_up else overlap))
 
@@ -182,8 +191,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Passing:
     """A dense step over torch's own all_reduce: each bucket goes as soon as it is there, exactly as DDP sends it.
 
-    They are waited for when the last one is under way: DDP has nothing else to do then, and a callback in Python would
-    have to be woken up in another thread for every bucket.
+    They are waited for when backward() is over, just before DDP itself would: a callback in Python would have to be
+    woken up in another thread for every bucket.
     """
 
     def __init__(self, comm: Synchronizer) -> None:
@@ -191,10 +200,12 @@ class _Passing:
         self._native = TorchAllReduce()
         self._under_way: list[tuple[torch.Tensor, Any, torch.futures.Future[torch.Tensor]]] = []
 
-    def take(self, bucket: GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def begin(self) -> None:
         link = self._comm.link
-        if bucket.index() == 0:
-            self._start, self._sent_before, self._under_way = link.now(), link.sent_bytes, []
+        self._start, self._sent_before, self._under_way = link.now(), link.sent_bytes, []
+
+    def take(self, buffer: torch.Tensor, all_there: bool) -> torch.futures.Future[torch.Tensor]:
+        link = self._comm.link
         self._comm.look(buffer)
         self._native.count(link, buffer)
         # DDP multiplies by the inverse where others divide; with 3 ranks the bits differ.
@@ -204,25 +215,24 @@ class _Passing:
         assert link.group is not None  # or there were no plan that passes
         future = _future_of(buffer)
         self._under_way.append((buffer, link.group.allreduce([buffer]), future))
-        if bucket.is_last():
-            taken_at = link.now()
+        if all_there:
             self._comm.tell_by_torch()
-            self._close(taken_at, finite=self._all_arrive())
+            if torch._C._current_autograd_node() is not None:
+                Variable._execution_engine.queue_callback(self._finish)
+            else:  # backward() is over, as in a static graph's first step, or there is none on a rank that has joined
+                self._finish()
         return future
 
-    def _all_arrive(self) -> bool:
-        """Wait for all buckets and give them back; say whether they are finite."""
-        finite = True
+    def _finish(self) -> None:
+        """Wait for all buckets, give them back, and close the step."""
+        link, finite = self._comm.link, True
+        taken_at = link.now()
         for buffer, work, future in self._under_way:
             work.wait()
-            finite &= math.isfinite(buffer[0].item())
+            finite &= not buffer.numel() or math.isfinite(buffer[0].item())
             future.set_result(buffer)
         self._under_way = []
-        return finite
-
-    def _close(self, taken_at: float, finite: bool) -> None:
-        link, now, gain = self._comm.link, self._comm.link.now(), 1.0 if finite else math.nan
-        sent_bytes = link.sent_bytes - self._sent_before
+        now, sent_bytes, gain = link.now(), link.sent_bytes - self._sent_before, 1.0 if finite else math.nan
         self._comm.close_step(now - self._start, 0.0, sent_bytes, gain, not finite, now - taken_at)
         self._comm.ask_before_telling()
 
