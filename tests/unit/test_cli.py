@@ -95,6 +95,25 @@ def test_the_version_is_the_packages() -> None:
 
 # --- figures
 
+HARM = {
+    "ddp_ms": 10.0,
+    "hook_ms": 10.2,
+    "adaptive_ms": 10.3,
+    "ratio": 1.03,
+    "hook_ratio": 1.02,
+    "control_share": 0.005,
+    "control_bytes_share": 0.0,
+    "plans": {"dense over torch": 119, "topk-allgather 0.01": 1},
+}
+
+
+def test_harm_says_how_many_times_longer_a_step_takes_and_under_which_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("thinwire.bench.harm._measured", lambda *_: HARM)
+    told = CliRunner().invoke(app, ["bench", "harm"]).output
+    assert "1.030 times" in told and "dense over torch in 119 blocks, topk-allgather 0.01 in 1 blocks" in told
+
 
 def with_json(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """How a command is called so that it costs little: what it would start or measure is made up."""
@@ -107,7 +126,7 @@ def with_json(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> li
     monkeypatch.setattr("thinwire.jobs.compare.why_no_lab", lambda: "")
     monkeypatch.setattr("thinwire.jobs.doctor.diagnosis._lab", lambda: findings_of_a_lab())
     monkeypatch.setattr("thinwire.bench.compress.GROWTH", (1000,))
-    monkeypatch.setattr("thinwire.bench.harm._measured", lambda *_: {"ratio": 1.0})
+    monkeypatch.setattr("thinwire.bench.harm._measured", lambda *_: HARM)
     monkeypatch.setattr("thinwire.bench.link.measure", lambda _: {})
     monkeypatch.setattr("thinwire.bench.link.ROWS", {})
     monkeypatch.setattr("thinwire.bench.regret.main", a_benchmark_that_tells_how_it_goes)

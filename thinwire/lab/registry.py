@@ -217,13 +217,13 @@ def _lives_in(pid: int, cookies: dict[int, int]) -> bool:
 
 
 def _remove(folder: Path, what: str) -> str:
-    while True:
+    while folder.exists():
         try:
             shutil.rmtree(folder)
-        except FileNotFoundError:  # somebody else was faster
-            return ""
-        except OSError as error:
+            return f"removed lab {folder.name}, {what}"
+        except FileNotFoundError:  # somebody else is removing it too
+            pass
+        except OSError as error:  # a relay that had just begun wrote into it; it ends as it has lost its lab
             if error.errno != ENOTEMPTY:
                 raise
-            continue  # a relay that had just begun wrote into it; it ends as it has lost its lab
-        return f"removed lab {folder.name}, {what}"
+    return ""  # somebody else was faster
