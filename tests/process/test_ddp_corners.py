@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -131,19 +132,22 @@ def test_a_change_of_memory_format_is_refused_by_name() -> None:
     assert "'body.3.weight' has changed its memory format" in run_ranks(_reformatted, 1)[0]
 
 
-def _is_freed(rank: int) -> bool:
-    model = DDP(make("mlp"))
+def _is_freed(rank: int, find_unused: bool) -> tuple[bool, int]:
+    module = make("mlp")
+    model = DDP(module, find_unused_parameters=find_unused)
     comm = thinwire.attach(model, **_plan("topk-allgather"))
     loss_of(model, rank, 0).backward()
     comm.close()
-    watched = weakref.ref(model)
+    watched = weakref.ref(model), weakref.ref(comm)
     del model, comm
     gc.collect()
-    return watched() is None
+    hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
+    return all(each() is None for each in watched), hooks
 
 
-def test_a_model_that_is_no_longer_needed_is_freed() -> None:
-    assert run_ranks(_is_freed, 1) == [True]
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_what_is_no_longer_needed_is_freed_though_the_module_stays(find_unused: bool) -> None:
+    assert run_ranks(_is_freed, 1, find_unused=find_unused) == [(True, 0)]
 
 
 def _is_copied(rank: int) -> None:
@@ -179,6 +183,90 @@ def _stale_and_unused(rank: int) -> None:
 
 def test_an_old_gradient_of_a_parameter_that_nobody_used_is_left_alone() -> None:
     run_ranks(_stale_and_unused, 2)
+
+
+def _left_and_unused(rank: int, bucket_view: bool) -> list[str]:
+    model = DDP(Branches(), find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
+    comm = thinwire.attach(model, **_plan("topk-allgather"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _step(model, rank, 0, branch=0)
+        model.zero_grad()
+        _step(model, rank, 1, branch=1)
+        assert not any(issubclass(warning.category, thinwire.ThinwireWarning) for warning in caught)
+        for step in (2, 3):
+            _step(model, rank, step, branch=0)  # and what branch 1 had got is still there
+    comm.close()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, thinwire.ThinwireWarning)]
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_a_gradient_that_was_not_zeroed_and_is_not_used_is_warned_of_once_by_name(bucket_view: bool) -> None:
+    for said in run_ranks(_left_and_unused, 2, bucket_view=bucket_view):
+        assert len(said) == 1
+        assert "gradient of 'branches.1." in said[0]
+
+
+class Scaled(nn.Module):
+    """A parameter of the outermost module's own, before a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.inner = make("mlp")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * self.scale)
+
+
+def _changed_since(rank: int, what: str, plan: dict[str, Any]) -> list[torch.Tensor]:
+    """The gradients after some steps of plain DDP and of ours, where something was changed before `attach`."""
+    found = []
+    for attached in (False, True):
+        module: nn.Module = Scaled()
+        if what == "ignored":
+            # DDP takes no notice of that, for a parameter of the outermost module's own.
+            DDP._set_params_and_buffers_to_ignore_for_model(module, ["scale"])
+        module.scale.requires_grad_(what != "freed")
+        model = DDP(module, find_unused_parameters=True, bucket_cap_mb=0.001)
+        module.scale.requires_grad_(what != "frozen")
+        comm = thinwire.attach(model, **plan) if attached else None
+        assert module.scale.requires_grad == (what != "frozen")
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        found.append(flat_gradients(model))
+        if comm is not None:
+            comm.close()
+    return found
+
+
+@pytest.mark.parametrize("what", ["frozen", "freed", "ignored"])
+@pytest.mark.parametrize(
+    "plan",
+    [{"exchange": "dense", "collective": "torch"}, {"exchange": "topk-allgather", "ratio": 1.0}],
+    ids=lambda plan: plan["exchange"],
+)
+def test_what_was_frozen_freed_or_ignored_since_ddp_wrapped_it_is_averaged_as_ddp_does(
+    what: str, plan: dict[str, Any]
+) -> None:
+    for plain, ours in run_ranks(_changed_since, 2, what=what, plan=plan):
+        torch.testing.assert_close(ours, plain)
+
+
+def _passes_after_resuming(rank: int) -> bool:
+    model = DDP(Branches(), find_unused_parameters=True)
+    comm = thinwire.attach(model, exchange="dense", collective="torch")
+    comm.load_state_dict(comm.state_dict())
+    for step in range(2):
+        model.zero_grad()
+        _step(model, rank, step, branch=0)
+    comm.close()
+    return comm.memory.empty
+
+
+def test_a_parameter_that_is_never_used_and_has_no_error_holds_no_dense_step_up() -> None:
+    assert run_ranks(_passes_after_resuming, 2) == [True, True]
 
 
 def _late(rank: int) -> float:

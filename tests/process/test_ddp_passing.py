@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from tests.process.launch import run_ranks
@@ -92,3 +93,25 @@ def _fails_beyond_the_model(rank: int) -> int:
 
 def test_a_backward_that_fails_beyond_the_model_is_no_step() -> None:
     assert run_ranks(_fails_beyond_the_model, 2) == [1, 1]
+
+
+def _within_another_backward(rank: int, static_graph: bool) -> list[torch.Tensor]:
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = DDP(nn.Linear(64, 10), static_graph=static_graph)
+        comm = _attach(model) if attached else None
+        for _ in range(3):
+            model.zero_grad()
+            x = torch.full((2, 64), float(rank + 1), requires_grad=True)
+            checkpoint(model, x, use_reentrant=True).sum().backward()
+        found.append(model.module.weight.grad)
+        if comm is not None:
+            comm.close()
+    return found
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_checkpointed_model_is_averaged_as_plain_ddp_does(static_graph: bool) -> None:
+    for plain, ours in run_ranks(_within_another_backward, 2, static_graph=static_graph):
+        assert torch.equal(plain, ours)

@@ -97,6 +97,7 @@ def test_a_rank_that_fails_in_its_own_code_ends_the_others_at_once_by_name() -> 
 
 def _bad_input(rank: int) -> dict[str, str]:
     def refusal(model: nn.Module, wrap: bool = True, **arguments: Any) -> str:
+        """What `attach` says to a model, wrapped by DDP if it is not yet."""
         try:
             thinwire.attach(DDP(model) if wrap else model, **arguments)  # type: ignore[arg-type]
         except (ValueError, TypeError, RuntimeError) as error:
@@ -108,6 +109,11 @@ def _bad_input(rank: int) -> dict[str, str]:
             super().__init__()
             self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
+    tied = DDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    tied.module[1].weight = tied.module[0].weight
+    frozen = DDP(nn.Sequential(nn.Embedding(5, 3, sparse=True)))
+    frozen.requires_grad_(False)
+    skipping = DDP(make("mlp"), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     twice = DDP(make("mlp"))
     thinwire.attach(twice)
     try:
@@ -133,6 +139,9 @@ def _bad_input(rank: int) -> dict[str, str]:
         "ratio of its own": refusal(make("mlp"), ratio=0.1),
         "complex": refusal(Complex()),
         "sparse": refusal(nn.Sequential(nn.Embedding(5, 3, sparse=True))),
+        "sparse and frozen since": refusal(frozen, wrap=False),
+        "tied since": refusal(tied, wrap=False),
+        "skipping": refusal(skipping, wrap=False),
     }
 
 
@@ -156,6 +165,9 @@ def test_bad_input_is_refused_before_anything_is_sent_with_the_way_out() -> None
         "ratio of its own": "ratio=0.1 belongs to a fixed exchange, and adaptive chooses for itself",
         "complex": "'phase' is torch.complex64",
         "sparse": "'0.weight' has sparse gradients",
+        "sparse and frozen since": "ValueError: DDP has buckets for sparse gradients.*sparse=False",
+        "tied since": "1 of the parameters that DDP averages are no longer the module's.*Wrap it anew",
+        "skipping": r"DDP\(skip_all_reduce_unused_params=True\)",
     }
     for what, pattern in expected.items():
         assert re.search(pattern, refusals[what]), (what, refusals[what])

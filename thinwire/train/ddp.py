@@ -6,11 +6,15 @@ in the thread that called it. Nothing is ever sent from a future's callback.
 """
 
 import math
+import warnings
 import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives.native import TorchAllReduce
 from thinwire.compress.base import multiply
 from thinwire.control.adaptive import Adaptive
+from thinwire.errors import ThinwireWarning
 from thinwire.link.base import Link
-from thinwire.train.layout import plain_name
+from thinwire.train.layout import plain_name, refuse_sparse_gradients
 from thinwire.train.sync import Synchronizer
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -58,26 +63,70 @@ def attach(
         raise RuntimeError("thinwire is attached to this model already; DDP takes one communication hook for good.")
     if model._comm_hooks:
         raise RuntimeError("this model has a communication hook already, and DDP takes only one. Wrap the module anew.")
-    comm = Synchronizer(
-        model.module,
-        exchange,
-        ratio=ratio,
-        collective=collective,
-        broadcast=broadcast,
-        values=values,
-        link=link,
-        timeout=timeout,
-        low_pass=low_pass,
-        scaler=scaler,
-        group=model.process_group,
-        ignore=model.parameters_to_ignore,
-        broadcast_parameters=False,
-        in_buckets=True,
-        records=records,
-    )
-    model.register_comm_hook(_Courier(comm, model), _hook)
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ValueError(
+            "DDP(skip_all_reduce_unused_params=True) leaves out buckets that no rank has used, without a word to its "
+            "hook, which would wait for them. Wrap the module without it."
+        )
+    refuse_sparse_gradients(model.module)  # of which DDP has a bucket each, without memory that could be looked at
+    averaged = _averaged_by(model)
+    with _thawed(averaged.values()):
+        comm = Synchronizer(
+            model.module,
+            exchange,
+            ratio=ratio,
+            collective=collective,
+            broadcast=broadcast,
+            values=values,
+            link=link,
+            timeout=timeout,
+            low_pass=low_pass,
+            scaler=scaler,
+            group=model.process_group,
+            ignore=dict(model.module.named_parameters()).keys() - averaged.keys(),
+            broadcast_parameters=False,
+            in_buckets=True,
+            records=records,
+        )
+        model.register_comm_hook(_Courier(comm, model, averaged), _hook)
     _attached.add(model)
     return comm
+
+
+def _averaged_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that DDP has in its buckets, by name.
+
+    These were trainable when it wrapped the model. It ignores others by name, but none of the outermost module's own.
+    Only its buckets tell, and only with memory as large as they are, which is freed at once.
+    """
+    try:
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError as error:
+        raise ValueError(
+            "DDP has buckets for sparse gradients, of a layer that was frozen since. Build it with sparse=False, or "
+            "freeze it before the module is wrapped."
+        ) from error
+    in_buckets = {id(p) for bucket in buckets for p in bucket.parameters()}
+    found = {name: p for name, p in model.module.named_parameters() if id(p) in in_buckets}
+    if len(found) < len(in_buckets):
+        raise ValueError(
+            f"{len(in_buckets) - len(found)} of the parameters that DDP averages are no longer the module's: they were "
+            "replaced or removed after it was wrapped. Wrap it anew."
+        )
+    return found
+
+
+@contextmanager
+def _thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """With all of them trainable: DDP goes on averaging what was frozen after it had wrapped it, or may be later."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _hook(state: "_Courier", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -87,23 +136,24 @@ def _hook(state: "_Courier", bucket: GradBucket) -> torch.futures.Future[torch.T
 class _Courier:
     """Between DDP's buckets and the synchronizer."""
 
-    def __init__(self, comm: Synchronizer, model: DistributedDataParallel) -> None:
+    def __init__(self, comm: Synchronizer, model: DistributedDataParallel, averaged: dict[str, nn.Parameter]) -> None:
         self._comm = comm
         self._model = weakref.ref(model)  # DDP holds us where the garbage collector cannot see it
-        self._names = {id(p): plain_name(name) for name, p in model.module.named_parameters()}
-        self._strides = {id(p): p.stride() for p in model.module.parameters()}
+        self._names = {id(p): plain_name(name) for name, p in averaged.items()}
+        self._strides = {id(p): p.stride() for p in averaged.values()}
         self._waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
-        named = model.module.named_parameters()
-        self._expected = {id(p) for name, p in named if p.requires_grad and name not in model.parameters_to_ignore}
         self._missing: set[int] = set()  # those of them that have not come yet in this backward
         self._passing = _Passing(comm)
         self._held_up = False  # a step that could pass, by an error that has to be sent with it
         # DDP throws away what comes back for a parameter that no rank used, so its error must not be sent then.
         self._may_hold = model.find_unused_parameters or model.static_graph
         self._used: set[str] = set()
+        self._has_warned = False
         if self._may_hold:
-            for parameter in (p for p in model.module.parameters() if id(p) in self._names and p.requires_grad):
-                parameter.register_post_accumulate_grad_hook(self._mark_used)
+            mark_used = weakref.WeakMethod(self._mark_used)  # or the parameters would keep us when DDP is gone
+            for parameter in averaged.values():
+                register: Callable[..., Any] = parameter.register_post_accumulate_grad_hook
+                weakref.finalize(self, register(lambda p: (mark := mark_used()) and mark(p)).remove)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model (an average of its weights, say) has no hook, and so no courier."""
@@ -136,7 +186,7 @@ class _Courier:
             raise ValueError("Join(divide_by_initial_world_size=False) is not supported; the default, True, is.")
         self._comm.agree_after_resuming()
         self._comm.hear_by_torch()
-        self._missing, self._waiting = set(self._expected), []  # an earlier backward may have failed half-way
+        self._missing, self._waiting = set(self._names), []  # an earlier backward may have failed half-way
         self._first_at, self._nbytes = self._comm.link.now(), 0
         self._passes = self._comm.exchange.bucketwise and self._comm.memory.empty
         self._passing.begin()
@@ -157,11 +207,39 @@ class _Courier:
             for bucket, _ in self._waiting
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
-        self._comm.average(grads, hold=grads.keys() - self._used if self._may_hold else ())
+        unused = grads.keys() - self._used if self._may_hold else set()
+        left = None if self._has_warned else self._left_in(unused, grads)
+        self._comm.average(grads, hold=unused)
+        if left is not None:
+            self._warn_of_what_is_left(left)
         self._used.clear()
         for bucket, future in self._waiting:
             future.set_result(bucket.buffer())
         self._waiting = []
+
+    def _left_in(self, unused: Collection[str], grads: Mapping[str, torch.Tensor]) -> str | None:
+        """A parameter that is not used, but has a gradient that is not zero, if there is one: an earlier step's.
+
+        DDP would average it again; we cannot tell it from no gradient.
+        """
+        for bucket, _ in self._waiting:
+            for parameter in bucket.parameters():
+                name = self._names[id(parameter)]
+                if name in unused and parameter.grad is not None and grads[name].numel():
+                    least, most = grads[name].aminmax()  # seven times as fast as any()
+                    if least != 0 or most != 0:
+                        return name
+        return None
+
+    def _warn_of_what_is_left(self, name: str) -> None:
+        self._has_warned = True
+        warnings.warn(
+            f"the gradient of {name!r} is left from an earlier step, and this rank does not use the parameter in this "
+            "one: it counts as zero where another rank does, and with gradient_as_bucket_view in any case. Zero "
+            "gradients after every synchronised backward(), and accumulate under model.no_sync().",
+            ThinwireWarning,
+            stacklevel=2,
+        )
 
     def _view(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The gradient entry by entry as the parameter has them: DDP lays channels-last ones out in that order."""
@@ -217,9 +295,9 @@ class _Passing:
         self._under_way.append((buffer, link.group.allreduce([buffer]), future))
         if all_there:
             self._comm.tell_by_torch()
-            if torch._C._current_autograd_node() is not None:
+            if _is_within_backward():
                 Variable._execution_engine.queue_callback(self._finish)
-            else:  # backward() is over, as in a static graph's first step, or there is none on a rank that has joined
+            else:
                 self._finish()
         return future
 
@@ -235,6 +313,16 @@ class _Passing:
         now, sent_bytes, gain = link.now(), link.sent_bytes - self._sent_before, 1.0 if finite else math.nan
         self._comm.close_step(now - self._start, 0.0, sent_bytes, gain, not finite, now - taken_at)
         self._comm.ask_before_telling()
+
+
+def _is_within_backward() -> bool:
+    """Whether DDP calls us while gradients arrive, and does not wait before backward() is over.
+
+    In a static graph's first step it is a callback of the engine's that calls us, and waits; on a rank that has joined
+    there is no backward(). Either may be within another backward(), as under torch.utils.checkpoint.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -60,8 +60,8 @@ class ErrorMemory:
 
     @property
     def holding(self) -> bool:
-        """Whether the last `feed` held anything back."""
-        return bool(self._held)
+        """Whether the last `feed` held any error back."""
+        return any(bool(self._error[where].any()) for where in self._held)
 
     def commit(self, nothing_left: bool) -> None:
         """The step happened: what the exchange left of x is the new error, nothing if it says so for all ranks."""
