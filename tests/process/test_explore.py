@@ -41,10 +41,24 @@ class Steady(Adaptive):
         return decision_for(complete(self.exchange, 1.0 if self.exchange == "dense" else 0.05), standing, step, "habit")
 
 
+class Follower(nn.Module):
+    """Takes a running mean off, and assigns it anew at every step instead of changing it in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
 def net() -> nn.Module:
     """With buffers that change, and with random numbers of its own."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Dropout(0.3), nn.Linear(300, 10))
+    return nn.Sequential(
+        nn.Linear(40, 300), nn.BatchNorm1d(300), nn.ReLU(), Follower(300), nn.Dropout(0.3), nn.Linear(300, 10)
+    )
 
 
 def _train(rank: int, exchange: str, optimizer: str, exploring: bool) -> dict[str, Any]:
@@ -138,6 +152,37 @@ def test_the_papers_rule_explores_by_itself_alike_on_all_ranks_and_can_be_decide
     assert sum(record["kind"] == "step" for record in written) == 30, "steps that were undone are no steps"
     made = [record["plan"] for record in written if record["kind"] == "decision"]
     assert [records.plain(decision.to_json())["plan"] for decision in replay(written)] == made
+
+
+def _with_nothing_to_try(rank: int) -> int:
+    model = DDP(net())
+    comm = thinwire.attach(model, thinwire.Adaptive(ratios=(1.0, 1.0), explore="restore"))
+    runs = 0
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal runs
+        runs += 1
+        model(batch).sum().backward()
+
+    explorer, tried = thinwire.Explorer(comm, model, torch.optim.SGD(model.parameters(), lr=0.0), step), 0
+    find = explorer.explore
+
+    def explore() -> dict[float, float]:
+        nonlocal tried
+        tried += 1
+        return find()
+
+    explorer.explore = explore  # type: ignore[method-assign]
+    for i in range(40):
+        explorer.step(torch.randn(16, 40, generator=torch.Generator().manual_seed(i)))
+    comm.close()
+    assert runs == 40
+    return tried
+
+
+def test_where_there_is_nothing_to_try_out_that_is_found_once_and_not_at_every_step() -> None:
+    tried = run_ranks(_with_nothing_to_try, 2)
+    assert tried[0] == tried[1] and 1 <= tried[0] <= 5  # again when the gain is another
 
 
 def _wrong(rank: int) -> list[str]:

@@ -227,3 +227,13 @@ def test_a_sample_that_stands_for_several_steps_weighs_as_much_as_that_many() ->
         one_by_one = one_by_one.with_measured("topk-allgather", 0.01, 0.3)
     at_once = begun.with_measured("topk-allgather", 0.01, 0.3, steps=4)
     assert at_once.gain("topk-allgather", 0.01) == pytest.approx(one_by_one.gain("topk-allgather", 0.01), rel=1e-5)
+
+
+def test_what_was_tried_out_before_still_holds_where_the_next_try_finds_nothing() -> None:
+    """As when the gradients of all trial steps were not finite."""
+    curve = GainCurve(rate=0.5).with_explored("topk-allgather", {0.1: 0.3, 0.01: 0.05})
+    since = curve._replace(rate=0.8)
+    before = [since.gain("topk-allgather", ratio) for ratio in (0.1, 0.02, 0.01)]
+    after = since.with_explored("topk-allgather", {})
+    assert [after.gain("topk-allgather", ratio) for ratio in (0.1, 0.02, 0.01)] == pytest.approx(before, rel=1e-5)
+    assert since.since_explored() == pytest.approx(1.6) and after.since_explored() == 1.0

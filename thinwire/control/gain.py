@@ -97,6 +97,8 @@ class GainCurve(NamedTuple):
     def with_explored(self, exchange: str, gains: Mapping[float, float]) -> GainCurve:
         """After each of these ratios was tried out and was found to send so much."""
         found = {ratio: rounded(_rate_of(exchange, ratio, gains[ratio])) for ratio in sorted(gains)}
+        if not found and self.explored:  # what was found before still holds, as far as it followed since
+            found = {ratio: rounded(self.since_explored() * rate) for ratio, rate in self.explored.items()}
         return self._replace(explored=found, explored_at=rounded(self._rate_now()))
 
     def since_explored(self) -> float:

@@ -108,13 +108,13 @@ class Explorer:
             finite = [gain for gain in found if gain == gain]  # a step that was not finite was skipped
             if finite:
                 gains[ratio] = statistics.fmean(finite)
-        if gains:
-            self._comm.explored(exchange, gains)
+        self._comm.explored(exchange, gains)  # that there was nothing to find, too, or it would be tried at every step
         return gains
 
     def _remember(self) -> Callable[[], None]:
         """Keep all that a step changes; gives what puts it back, as often as wanted."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
+        places = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
         values = [tensor.detach().clone() for tensor in tensors]
         grads = [None if tensor.grad is None else tensor.grad.clone() for tensor in tensors]
         states = [copy.deepcopy(each.state_dict()) for each in self._kept_alike]
@@ -123,6 +123,8 @@ class Explorer:
         numbers = _random_state()
 
         def put_back() -> None:
+            for buffers, before in places:  # some models assign new ones
+                buffers.update(before)
             with torch.no_grad():
                 for tensor, value, grad in zip(tensors, values, grads, strict=True):
                     tensor.copy_(value)
