@@ -43,13 +43,19 @@ class Plan:
 
     def __str__(self) -> str:
         """In words, and in full: frames carry it, and two plans that differ must not read alike."""
-        parts = [f"{self.exchange} over {self.collective}"]
-        if self.broadcast != "tree":
-            parts.append(f"{self.broadcast} broadcast")
-        if self.values != "float32":
-            parts.append(f"{self.values} values")
+        way = way_in_words(self.exchange, self.collective, self.broadcast, self.values)
         times = float(f"{1 / self.ratio:.3g}")
-        return ", ".join(parts) + ("" if self.exchange == "dense" else f" at {self.ratio!r} ({times:g}x)")
+        return way if self.exchange == "dense" else f"{way} at {self.ratio!r} ({times:g}x)"
+
+
+def way_in_words(exchange: str, collective: str, broadcast: str, values: str) -> str:
+    """All of a plan but its ratio, without what is usual."""
+    parts = [f"{exchange} over {collective}"]
+    if broadcast != "tree":
+        parts.append(f"{broadcast} broadcast")
+    if values != "float32":
+        parts.append(f"{values} values")
+    return ", ".join(parts)
 
 
 class Sparse(NamedTuple):

@@ -56,7 +56,7 @@ def exchange_and_measure(link_name: str, numel: int, steps: int, compute: float)
         link.moment = Moment(step, "measured")
         ALL_REDUCES["ring"].run(link, x)
         monitor.note(link.read_out(), link.sent_bytes)
-        link.probe(monitor.probes_due())
+        link.probe(monitor.asking.due())
         line = {
             "time": time.monotonic(),
             "alpha": monitor.alpha().value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,53 @@ def test_what_backward_hides_of_a_dense_exchange_is_no_reason_to_compress() -> N
     assert ring.seconds > 0.6
 
 
+@pytest.mark.parametrize("rate", [100e6, 300e6, 1e9])
+def test_torchs_own_all_reduce_is_not_left_for_another_that_takes_as_long(rate: float) -> None:
+    """Between two ranks its schedule is that of a ring."""
+    prices = Prices(100_000, 4, 2, ways(2, has_group=True))
+    view = View(alpha=2e-4, beta=8 / rate, rest=HALF_A_SECOND)
+    decision = Adaptive().decide(view, Standing(plan=complete("dense", 1.0)), 0, prices)
+    assert decision is not None and decision.plan == complete("dense", 1.0)
+    seconds = {each.plan.collective: each.seconds for each in decision.candidates if each.plan.exchange == "dense"}
+    assert seconds["ring"] < seconds["torch"] < 1.03 * seconds["ring"]
+
+
 def test_but_where_it_cannot_hide_enough_it_is_compressed_all_the_same() -> None:
     far = View(alpha=A_LINE.alpha, beta=A_LINE.beta, rest=HALF_A_SECOND, overlap=Running(0.4, 10), last_share=0.1)
     assert decided_under_ddp(far).plan.exchange != "dense"
+
+
+@pytest.mark.parametrize("rate", [5e6, 10e6, 20e6])
+@pytest.mark.parametrize("objective", ["goodput", "knee"])
+def test_a_gain_and_a_latency_that_go_up_and_down_do_not_change_the_plan_every_time(
+    objective: str, rate: float
+) -> None:
+    controller, prices = Adaptive(objective=objective), Prices(2_000_000, 4, 8, ways(8, True, values="log4"))
+    view = View(alpha=20e-3, beta=8 / rate, rest=Running(0.02, 10), gains=GainCurve(rate=0.5))
+    standing, plans = Standing(plan=complete("dense", 1.0)), []
+    for number in range(20):
+        wobbling = view._replace(
+            alpha=20e-3 * (1.15 if number % 3 else 1.0), gains=GainCurve(rate=0.5 + 0.06 * (number % 2))
+        )
+        decision = controller.decide(wobbling, standing, 1000 * number, prices)
+        if decision is not None:
+            standing = controller.standing_after(decision, wobbling)
+            plans.append(decision.plan)
+    assert len(plans) > 5 and len(set(plans)) <= 2 and plans[2:] == [plans[-1]] * len(plans[2:])
+
+
+def test_the_knee_leaves_a_plan_that_keeps_less_in_as_much_time() -> None:
+    controller, prices = (
+        Adaptive(objective="knee", ratios=(0.05, 0.1)),
+        Prices(300_000, 4, 4, ways(4, True, values="log4")),
+    )
+    view = View(alpha=1e-4, beta=8 / 800e6, rest=Running(0.02, 10), gains=GainCurve(rate=1.56))
+    best = controller.decide(view, Standing(plan=complete("dense", 1.0)), 0, prices)
+    assert best is not None and best.plan.exchange == "topk-allgather"
+    worse = complete("star-topk", best.plan.ratio, "direct")
+    standing = replace(controller.standing_after(best, view), plan=worse, alpha=2e-4)
+    again = controller.decide(view, standing, 10_000, prices)
+    assert again is not None and again.plan == best.plan
 
 
 def test_what_runs_is_one_of_the_candidates_and_is_so_once() -> None:

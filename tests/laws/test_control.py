@@ -48,9 +48,12 @@ class Liar(random.Random):
     """Readings of all kinds, other ones on every rank."""
 
     def reading(self, world_size: int) -> Reading:
-        peers = [(self.randrange(-2, world_size + 2), self.choice(JUNK)) for _ in range(self.randrange(4))]
         stretches = [Stretch(self.choice([0, -5, 1, 10**6]), self.choice(JUNK)) for _ in range(self.randrange(3))]
-        return Reading(tuple(peers), tuple(stretches), self.choice([0, -1, 128]))
+        clear, delayed = self._trips(world_size), self._trips(world_size)
+        return Reading(clear, tuple(stretches), self.choice([0, -1, 128]), delayed)
+
+    def _trips(self, world_size: int) -> tuple[tuple[int, float], ...]:
+        return tuple((self.randrange(-2, world_size + 2), self.choice(JUNK)) for _ in range(self.randrange(4)))
 
 
 @pytest.mark.parametrize("block", range(10))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from thinwire.control.adaptive import Adaptive
@@ -9,8 +11,8 @@ from thinwire.control.decision import Decision, Standing
 from thinwire.control.explain import explain
 from thinwire.control.gain import GainCurve
 from thinwire.control.hope import FACTOR, PATIENCE, Hope
-from thinwire.control.prices import Prices, Way, ways
-from thinwire.control.view import Running, Seen, View, way_of
+from thinwire.control.prices import Prices, Way, way_of, ways
+from thinwire.control.view import Running, Seen, View
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan, StepRecord, Told
 
@@ -44,6 +46,13 @@ def test_what_is_changed_in_hope_is_not_said_to_be_for_the_latency() -> None:
     hoping = KNOWN._replace(hope=Hope(FACTOR), alpha=1.15e-3)
     assert "it may be" in decided(hoping, standing_at(KNOWN)).trigger
     assert "latency went" in decided(hoping._replace(hope=Hope()), standing_at(KNOWN)).trigger
+
+
+def test_where_latency_and_rate_have_changed_both_are_named() -> None:
+    standing = standing_at(KNOWN)
+    decision = decided(KNOWN._replace(alpha=1.15e-3, beta=8e-6), standing)
+    assert decision.trigger == "latency went from 1 ms to 1.15 ms and rate went from 100 Mbit/s to 1 Mbit/s"
+    assert decision.plan.ratio < decided(KNOWN._replace(alpha=1.15e-3), standing).plan.ratio
 
 
 def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
@@ -106,6 +115,21 @@ def test_only_what_is_ten_times_what_it_was_is_answered_before_it_has_settled(ho
         moving = view._replace(beta=times * 8e-8, settling=1)
         assert (Adaptive().decide(moving, standing, 100, PRICES) is not None) == is_far
         assert Adaptive().decide(moving._replace(settling=0), standing, 100, PRICES) is not None
+
+
+def test_deciding_takes_no_more_than_its_share_of_the_time_in_a_large_world() -> None:
+    """Pricing 100 ranks takes some 0.15 s: at a step of 50 ms that is worth waiting 30 steps for, whatever happens."""
+    prices, controller = Prices(2_000_000, 4, 100, ways(100, True, ("dense",))), Adaptive(advantage=0.01)
+    first = controller.decide(KNOWN, Standing(plan=complete("dense", 1.0)), 0, prices)
+    assert first is not None
+    standing = replace(controller.standing_after(first, KNOWN), seconds=0.05)
+    elsewhere, a_little = KNOWN._replace(alpha=0.1), KNOWN._replace(alpha=1.2e-3)
+    assert [controller.decide(elsewhere, standing, step, prices) is not None for step in (25, 35)] == [False, True]
+    assert [controller.decide(a_little, standing, step, prices) is not None for step in (250, 350)] == [False, True]
+    slow = elsewhere._replace(took=5.0)  # as steps have become, whatever was expected
+    assert controller.decide(slow, standing, 5, prices) is not None
+    in_hope = replace(standing, hope=FACTOR, beta=8e-8 / FACTOR)  # which is over, and what was tried costs time
+    assert controller.decide(KNOWN, in_hope, 3, prices) is not None
 
 
 def test_a_list_will_do_for_what_may_be_chosen() -> None:

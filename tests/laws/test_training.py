@@ -235,6 +235,18 @@ def test_a_change_of_what_is_trainable_is_refused() -> None:
         sync.average_gradients()
 
 
+def test_what_is_to_be_ignored_may_be_trainable_and_keeps_its_own_gradient() -> None:
+    net = nn.Linear(2, 1)
+    sync = Synchronizer(net, "dense", collective="ring", link=ThreadWorld(1).links[0], ignore=["bias"])
+    net(torch.ones(1, 2)).backward()
+    sync.average_gradients()
+    assert sync.step == 1
+    assert net.bias.grad is not None
+    net.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="other parameters are trainable now"):
+        sync.average_gradients()
+
+
 def test_a_sparse_gradient_that_no_layer_announced_is_refused_by_name() -> None:
     net = nn.Linear(2, 2, bias=False)
     sync = Synchronizer(net, link=ThreadWorld(1).links[0])

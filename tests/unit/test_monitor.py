@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.control.monitor import (
+from thinwire.control.asking import (
     LEAST_PROBES_PER_SECOND,
     LONGEST_STEP,
     MOST_SAVED,
     PROBE_BYTES,
     PROBES_AT_ONCE,
     SAVED_PER_SECOND,
-    WIRE_BYTES,
-    Estimate,
-    Monitor,
 )
+from thinwire.control.latency import WIRE_BYTES
+from thinwire.control.monitor import Estimate, Monitor
 from thinwire.link.base import Reading, Stretch
 
 ALPHA, BETA = 0.005, 8e-8  # 5 ms, 100 Mbit/s
@@ -64,7 +63,7 @@ class Network:
         rate = self._rng.gauss(1.0, 0.05) / self.beta
         stretches = (Stretch(nbytes // 2, nbytes / 2 / rate),) if nbytes >= 1000 else ()
         self.monitor.note(Reading(trips, stretches, probed), self.sent_bytes, self.agreed)
-        self._asked = self.monitor.probes_due()
+        self._asked = self.monitor.asking.due()
 
     def steps(self, number: int, nbytes: int = STEP_BYTES) -> None:
         for _ in range(number):
@@ -407,9 +406,9 @@ def test_however_restless_it_asks_no_more_than_was_saved_up() -> None:
     monitor = Monitor(8, 0, lambda: now)
     for _ in range(round(seconds / 0.01)):
         now += 0.01
-        monitor.be_restless()
+        monitor.asking.be_restless()
         monitor.note(Reading(), 10**9)  # which would pay for any number of probes
-        asked += len(monitor.probes_due())
+        asked += len(monitor.asking.due())
     most = MOST_SAVED + SAVED_PER_SECOND * seconds
     assert 0.9 * most < asked <= most + seconds * LEAST_PROBES_PER_SECOND
 
@@ -423,9 +422,9 @@ def test_a_pause_is_no_calm_in_which_probes_are_saved_up() -> None:
         asked = 0
         for _ in range(steps):
             now += 0.02
-            monitor.be_restless()
+            monitor.asking.be_restless()
             monitor.note(Reading(), 10**9)
-            asked += len(monitor.probes_due())
+            asked += len(monitor.asking.due())
         return asked
 
     asked_in(1000)  # until nothing is left
@@ -515,7 +514,7 @@ def test_no_nonsense_gets_out_whatever_comes_in(noted: list[tuple[Reading, int]]
     monitor = Monitor(4, rank=1)
     for reading, sent_bytes in noted:
         monitor.note(reading, sent_bytes)
-        assert set(monitor.probes_due()) <= {0, 2, 3}
+        assert set(monitor.asking.due()) <= {0, 2, 3}
         for estimate in (monitor.alpha(), monitor.beta(), *monitor.pairs().values()):
             assert estimate.value is None or 1e-14 <= estimate.value <= 100
             assert 0 <= estimate.confidence <= 1
@@ -549,7 +548,7 @@ def test_what_is_not_as_expected_makes_it_ask_more() -> None:
     before = network.probe_bytes
     network.steps(8, 30_000)
     calm, before = network.probe_bytes - before, network.probe_bytes
-    network.monitor.be_restless()
+    network.monitor.asking.be_restless()
     network.steps(8, 30_000)
     assert network.probe_bytes - before > 1.5 * calm > 0
 
@@ -566,4 +565,4 @@ def test_without_traffic_there_is_one_probe_a_second_each_peer_in_turn() -> None
 def test_a_rank_alone_probes_nobody() -> None:
     network = Network(world_size=1)
     network.steps(30)
-    assert network.monitor.probes_due() == []
+    assert network.monitor.asking.due() == []

@@ -31,7 +31,7 @@ def _seconds(network: Network, numel: int = 61_100_840) -> Callable[[float], flo
 def test_both_solvers_choose_the_same_ratio_within_2_percent(curve: str, network: Network) -> None:
     pytest.importorskip("pymoo")
     swept, searched = (
-        pareto.knee(_seconds(network), CURVES[curve], LOW, HIGH, solver=solver) for solver in pareto.SOLVERS
+        pareto.knee(_seconds(network), CURVES[curve], LOW, HIGH, solver=solver).ratio for solver in pareto.SOLVERS
     )
     assert swept == pytest.approx(searched, rel=0.02)
 
@@ -40,10 +40,11 @@ def test_both_solvers_choose_the_same_ratio_within_2_percent(curve: str, network
 def test_the_knee_is_where_the_weighted_objectives_cross(curve: str) -> None:
     """With time and 1/gain monotone, max(0.6 t^, 0.4 g^) is least where both are equal."""
     seconds, gain = _seconds(NETWORKS[2]), CURVES[curve]
-    ratio = pareto.knee(seconds, gain, LOW, HIGH)
+    ratio, cost = pareto.knee(seconds, gain, LOW, HIGH)
     time = (seconds(ratio) - seconds(LOW)) / (seconds(HIGH) - seconds(LOW))
     loss = (1 / gain(ratio) - 1 / gain(HIGH)) / (1 / gain(LOW) - 1 / gain(HIGH))
     assert 0.6 * time == pytest.approx(0.4 * loss, rel=2e-3)  # the ratio is known to 0.01 %
+    assert cost(seconds(ratio), gain(ratio)) == pytest.approx(0.6 * time, rel=2e-3)
 
 
 def test_pymoos_own_asf_takes_the_same_point_of_the_front() -> None:
@@ -54,13 +55,13 @@ def test_pymoos_own_asf_takes_the_same_point_of_the_front() -> None:
     scaled = (objectives - objectives.min(0)) / (objectives.max(0) - objectives.min(0))
     chosen = points.ratios[asf.do(scaled, 1 / np.array(pareto.WEIGHTS)).argmin()]
     neighbours = points.ratios[np.abs(points.ratios / chosen - 1) < 0.05]
-    assert neighbours[0] <= pareto.knee(_seconds(NETWORKS[0]), CURVES["resnet18"], LOW, HIGH) <= neighbours[-1]
+    assert neighbours[0] <= pareto.knee(_seconds(NETWORKS[0]), CURVES["resnet18"], LOW, HIGH).ratio <= neighbours[-1]
 
 
 def test_the_knee_of_affine_time_does_not_see_the_network() -> None:
     """Scaling to [0, 1] takes latency and rate out of the paper's rule: why it is not our default."""
     knees = {
-        round(pareto.knee(lambda c, a=a, b=b: a + b * c, CURVES["resnet18"], LOW, HIGH), 5)  # type: ignore[misc]
+        round(pareto.knee(lambda c, a=a, b=b: a + b * c, CURVES["resnet18"], LOW, HIGH).ratio, 5)  # type: ignore[misc]
         for a, b in ((1e-3, 1.0), (1e-1, 1e-2), (0.0, 1e3))
     }
     assert len(knees) == 1
@@ -75,9 +76,9 @@ def test_only_what_nothing_beats_is_on_the_front() -> None:
 
 
 def test_a_single_ratio_and_flat_objectives_have_a_knee_too() -> None:
-    assert pareto.knee(lambda c: c, CURVES["root"], 0.01, 0.01) == 0.01
-    assert pareto.knee(lambda c: 1.0, CURVES["root"], LOW, HIGH) == HIGH
-    assert pareto.knee(lambda c: c, lambda c: 0.5, LOW, HIGH) == LOW
+    assert pareto.knee(lambda c: c, CURVES["root"], 0.01, 0.01).ratio == 0.01
+    assert pareto.knee(lambda c: 1.0, CURVES["root"], LOW, HIGH).ratio == HIGH
+    assert pareto.knee(lambda c: c, lambda c: 0.5, LOW, HIGH).ratio == LOW
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.1), (0.1, 0.01), (0.1, 2.0), (float("nan"), 0.1)])

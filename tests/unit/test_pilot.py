@@ -16,7 +16,8 @@ from thinwire.control.view import View
 from thinwire.exchange import complete
 from thinwire.link.base import Link, Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld
-from thinwire.train.pilot import Course, Pilot, Thrift
+from thinwire.train.pilot import Course, Pilot
+from thinwire.train.thrift import Thrift
 from thinwire.types import Told
 
 SHARE, LONGEST = 0.01, 10.0
@@ -67,7 +68,7 @@ def test_a_step_far_from_what_was_expected_makes_the_monitor_ask_more(
         pilot.note_step(0.1, 0.0)
         link.compute(seconds)
         pilot.note_step(0.1, 0.0)
-        return pilot.monitor._restless > 0
+        return pilot.monitor.asking.is_restless
 
     assert ThreadWorld(2).run(program) == [is_surprised] * 2
 
@@ -196,6 +197,51 @@ def test_a_rate_is_told_when_all_tell_theirs_and_at_once_if_it_is_another() -> N
     assert told_after(2e-8, 17) == 1
     assert told_after(2e-8, 18) == 0  # it has said so, and the others see what they see
     assert told_after(0.5e-8, 19) == 1
+
+
+def test_what_was_measured_before_a_state_was_loaded_is_told_after_it() -> None:
+    """The survey of a run that goes on comes before the state that it goes on from."""
+    link = ThreadWorld(2).links[0]
+    prices = Prices(1000, 4, 2, ways(2, False))
+    pilot = Pilot(link, prices, Adaptive(), complete("topk-allgather", 0.01))
+    pilot.monitor.note(Reading(stretches=(Stretch(1_000_000, 0.016),)), 0)
+    assert pilot.tell(-1, Told()).beta_known == 1
+    assert pilot.tell(0, Told()).beta_known == 1  # as long as nothing is agreed
+    pilot.view = View(alpha=1e-3, beta=1.6e-8)
+    assert pilot.tell(1, Told()).beta_known == 1 and pilot.tell(2, Told()).beta_known == 0
+    state = pilot.state_dict()
+    state["view"]["beta"] = 1.6e-6
+    pilot.resume(Course.from_json(state))
+    told = pilot.tell(3, Told())
+    assert told.beta_known == 1 and told.beta_off < 0
+
+
+@pytest.mark.parametrize(("times", "timed"), [(1.0, 1), (1.2, 1), (2.0, 0), (0.01, 0)])
+def test_how_long_steps_took_on_another_network_is_not_told_of_this_one(times: float, timed: int) -> None:
+    pilot = Pilot(ThreadWorld(2).links[0], Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
+    pilot.view = View(alpha=1e-3, beta=1.6e-8)
+    pilot.note_step(0.1, 0.0)
+    pilot.note_step(0.1, 0.0)
+    state = pilot.state_dict()
+    resumed = Pilot(pilot.link, pilot.prices, Adaptive(), complete("dense", 1.0))
+    resumed.monitor.note(Reading(stretches=(Stretch(1_000_000, 0.016 * times),)), 0)
+    resumed.resume(Course.from_json(state))
+    assert resumed.tell(1, Told()).timed == timed
+
+
+def test_all_parts_of_a_gradient_are_looked_at_or_none() -> None:
+    processor = Processor()
+    prices = Prices(1000, 4, 2, ways(2, False))
+    pilot = Pilot(ThreadWorld(2).links[0], prices, Adaptive(), complete("dense", 1.0))
+    pilot._looking = Thrift(SHARE, LONGEST, cast(Link, processor))
+    with pilot._looking:
+        processor.compute(0.001)
+    found = []
+    for _ in range(3):
+        found.append(pilot.looks_at(10))
+        processor.wall += 0.06  # so that it is allowed before the third part
+    assert found == [False] * 3
+    assert pilot.looks_at(20) and pilot.looks_at(20) and not pilot.looks_at(21)
 
 
 def test_who_decides_nothing_hopes_for_nothing() -> None:

@@ -52,8 +52,12 @@ def test_our_prices_are_those_of_the_exchanges() -> None:
         assert figures["seconds"][str(plan).partition(" at ")[0]] == pytest.approx(expected, rel=1e-9)
 
 
-def test_values_are_refused_where_they_are_unknown_or_have_no_price() -> None:
-    wrong = {"--values int3": "Known are: float32", "--values log4 --prices paper": "belongs to --prices ours"}
+def test_what_is_unknown_or_has_no_price_is_refused() -> None:
+    wrong = {
+        "--values int3": "Known are: float32",
+        "--values log4 --prices paper": "--values log4 belongs to --prices ours",
+        "--overhead 50us --prices paper": "--overhead belongs to --prices ours",
+    }
     for said, pattern in wrong.items():
         result = runner.invoke(app, ["plan", "--params", "1000", "--ratio", "0.1", *said.split()])
         assert result.exit_code == 2 and pattern in result.output
@@ -120,7 +124,7 @@ def test_with_a_ratio_there_is_no_picture() -> None:
         ("--gains vgg", "none of resnet18, resnet50, alexnet, vit"),
         ("--gains 0.1=0.2,0.01=0.3", "a gain cannot fall"),
         ("--low 0.5", "0 < low <= high <= 1"),
-        ("--hosts 1000", "more than 64 hosts"),
+        ("--hosts 1000", "more than 128 hosts"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: str, sentence: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from thinwire.control.agreement import START, off
 from thinwire.control.hope import FACTOR, MOST_PATIENCE, PATIENCE, Hope
-from thinwire.control.prices import Prices, ways
-from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Running, Seen, View, way_of
+from thinwire.control.prices import Prices, way_of, ways
+from thinwire.control.view import ANOTHER, DOUBT, HELD_BACK, Running, Seen, View
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan, Told
 

@@ -26,8 +26,7 @@ from torch import nn
 from thinwire.bench.machine import describe_machine
 from thinwire.collectives import ALL_GATHERS
 from thinwire.control.adaptive import Adaptive
-from thinwire.control.prices import Prices, Way
-from thinwire.control.view import way_of
+from thinwire.control.prices import Prices, Way, way_of
 from thinwire.lab import registry
 from thinwire.lab.lab import Lab, ask, visit
 from thinwire.lab.network import Change

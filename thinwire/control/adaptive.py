@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,8 +22,8 @@ from thinwire.control.computing import compress_seconds
 from thinwire.control.decision import Candidate, Decision, Standing
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
-from thinwire.control.prices import Prices, Way, ways
-from thinwire.control.view import Floats, View, is_off, way_of
+from thinwire.control.prices import Prices, Way, way_of, ways
+from thinwire.control.view import Floats, View, is_off
 from thinwire.control.wording import course_of_latency, course_of_step, rate_of
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan
@@ -33,7 +33,9 @@ EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
 PRICED_RATIOS = 5
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
-PAUSE_SECONDS = 2.0  # between two decisions, each of which takes some milliseconds, unless the network has changed
+PAUSE_SECONDS = 2.0  # between two decisions, unless the network has changed; longer where to decide takes long itself
+DECIDING = 1.5e-5  # seconds for each pair of ranks that it takes to price all ways anew: 1 ms for eight ranks
+USUALLY, AT_MOST = 0.01, 0.1  # the share of the time that pricing may take, and where the network keeps changing
 FAR = 10.0  # times what latency or rate were when it was decided: then it is not waited for them to settle
 URGENT = 0.4  # by so much, or by what makes a change if that is more
 RISK = 2.0  # times what a step takes now is what it may take should a hope, or what came of one, be in vain
@@ -42,6 +44,7 @@ WORTH_TRYING = 2  # times the margin is what a plan must be better by, if it is 
 
 
 ALL = itertools.repeat(True)
+_Weighed: TypeAlias = Callable[[Candidate], float]  # what counts of a candidate: the less the better
 _Learning: TypeAlias = Mapping[str, tuple[Floats, Floats]]  # by exchange, gains and steps at every ratio
 
 
@@ -87,7 +90,7 @@ class Adaptive:
         margin: and change the plan only if the new one is better by this share.
         advantage: with "goodput", compress only where that is better than dense by this share: where it hardly pays it
             is not worth the delay.
-        patience: leave a plan alone for at least so many steps, unless it was tried out in vain.
+        patience: leave a plan alone for at least so many steps, unless a hope that it was tried in has ended.
         least_gain: if the plan in force comes to send a smaller share of the energy than this, raise the ratio, if need
             be to dense; and choose only what sends a quarter more than that. None for what was measured to be safe,
             which rises where errors grow longer beside the gradient than they usually do (control/learning.py); and
@@ -153,8 +156,12 @@ class Adaptive:
         affordable = self._affordable(ratios, learning, standing.plan, view, prices)
         found = list(self._candidates(judged, affordable, view)) or list(self._candidates(judged, ALL, view))
         candidates = sorted(found, key=_by_cost)
-        best = self._knee(view, judged, candidates) if self.objective == "knee" else min(candidates, key=self._weighed)
-        chosen = self._choose(best, standing, self.judge(standing.plan, view, view.assumed, prices), view, prices)
+        if self.objective == "knee":
+            best, weighed = self._knee(view, judged, candidates)
+        else:
+            best, weighed = self._best(candidates), self._weighed
+        now = self.judge(standing.plan, view, view.assumed, prices)
+        chosen = now if self._is_good_enough(now, best, weighed, standing, view, prices) else best
         # What runs may be at a ratio that is no longer its best; or it was judged twice, once between two prices.
         candidates = sorted([*(each for each in candidates if each.plan != chosen.plan), chosen], key=_by_cost)
         return Decision(
@@ -216,30 +223,42 @@ class Adaptive:
         age, has_hope_ended = step - standing.since, view.hope.factor < standing.hope
         if age < (min(TRIAL, self.patience) if has_hope_ended else self.patience) or is_settling:
             return None
-        is_rested = standing.guessed or age * standing.seconds >= PAUSE_SECONDS
-        change = self.change if is_rested else max(self.change, URGENT)
-        has_rate_changed = has_hope_ended or _changed(standing.beta, view.assumed.beta, change)
-        is_by_hope = has_rate_changed and view.hope.factor != standing.hope  # which is then what makes the difference
-        if _changed(standing.alpha, view.assumed.alpha, change) and not is_by_hope:
-            return course_of_latency(standing.alpha, view.assumed.alpha)
-        if has_rate_changed:
-            return self._course_of_rate(standing.beta, standing.hope, view.assumed.beta, view.hope.factor)
         gain = view.gains.gain(standing.plan.exchange, standing.plan.ratio)
         least = self._least_gain(standing.plan.exchange, view)
+        deciding, is_urgent = DECIDING * prices.world_size**2, gain < least or has_hope_ended
+        if not is_urgent and age * max(standing.seconds, view.took or 0.0) < deciding / AT_MOST:
+            return None
+        pause = max(PAUSE_SECONDS, deciding / USUALLY)
+        is_rested = standing.guessed or age * standing.seconds >= pause
+        change = self.change if is_rested else max(self.change, URGENT)
+        if reason := self._network_trigger(view.assumed, view.hope.factor, standing, change):
+            return reason
         if gain < least:
             return f"gain would fall to {gain:.2g}, under the least allowed, {least:.2g}"
         if warming_up:
             return None
         if standing.gain is None:
             return "ratios were tried out"
-        if not is_rested and age * (view.took or 0.0) < PAUSE_SECONDS:  # which is known without judging anything
+        if not is_rested and age * (view.took or 0.0) < pause:  # which is known without judging anything
             return None
         now = self.judge(standing.plan, view, view.assumed, prices)
-        if not is_rested and age * now.seconds < PAUSE_SECONDS:
+        if not is_rested and age * now.seconds < pause:
             return None
         if standing.guessed and view.rest is not None:
             return course_of_step(None, now.seconds)
         return self._slow_trigger(now, standing)
+
+    def _network_trigger(self, network: Network, hope: int, standing: Standing, change: float) -> str:
+        """What has changed of latency and rate by such a share; nothing if nothing has."""
+        assert standing.alpha is not None and standing.beta is not None
+        has_rate_changed = hope < standing.hope or _changed(standing.beta, network.beta, change)
+        is_by_hope = has_rate_changed and hope != standing.hope  # which is then what makes the difference
+        reasons = []
+        if _changed(standing.alpha, network.alpha, change) and not is_by_hope:
+            reasons.append(course_of_latency(standing.alpha, network.alpha))
+        if has_rate_changed:
+            reasons.append(self._course_of_rate(standing.beta, standing.hope, network.beta, hope))
+        return " and ".join(reasons)
 
     def _course_of_rate(self, before: float, hope_before: int, now: float, hope: int) -> str:
         if hope > 1:
@@ -278,10 +297,10 @@ class Adaptive:
 
     def _affordable(self, ratios: Floats, learning: _Learning, plan: Plan, view: View, prices: Prices) -> Iterable[Any]:
         """Of each way, the ratios that may be tried: all, but only what would not hurt much if nobody saw the rate."""
-        if view.seen is None or view.seen == view.assumed or self.objective == "knee":
+        if view.feared is None or view.feared == view.assumed or self.objective == "knee":
             return ALL
-        most = RISK * self.judge(plan, view, view.seen, prices).seconds
-        return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.seen, prices)]
+        most = RISK * self.judge(plan, view, view.feared, prices).seconds
+        return [each.seconds <= most for each in self._all_judged(ratios, learning, plan, view, view.feared, prices)]
 
     def _all_judged(
         self, ratios: Floats, learning: _Learning, plan: Plan, view: View, network: Network, prices: Prices
@@ -353,43 +372,61 @@ class Adaptive:
             high = max(low, high)
         return two_digit_ratios(low, high)
 
-    def _choose(self, best: Candidate, standing: Standing, now: Candidate, view: View, prices: Prices) -> Candidate:
-        """The best, unless what runs already is nearly as good."""
+    def _is_good_enough(
+        self, now: Candidate, best: Candidate, weighed: _Weighed, standing: Standing, view: View, prices: Prices
+    ) -> bool:
+        """Whether what runs already is nearly as good as the best."""
         enough = now.gain >= self._least_gain(now.plan.exchange, view)
         if standing.alpha is None or standing.guessed or not enough or not self._allows(now.plan, prices):
-            return best
-        if self.objective == "knee":
-            near = abs(now.plan.ratio - best.plan.ratio) <= self.margin * best.plan.ratio
-            return now if near and way_of(now.plan) == way_of(best.plan) else best
+            return False
         margin = self.margin * (WORTH_TRYING if view.hope.is_open else 1)
-        return now if self._weighed(now) * (1 - margin) <= self._weighed(best) else best
+        if self.objective == "knee":  # where objectives are flat, it cannot tell how near two plans are
+            is_near = now.plan.exchange == "dense" or abs(now.plan.ratio / best.plan.ratio - 1) <= margin
+            is_as_fast = now.seconds * (1 - margin) <= best.seconds
+            if is_near and is_as_fast and now.gain >= best.gain * (1 - margin):
+                return True
+        return weighed(now) * (1 - margin) <= weighed(best)
+
+    def _best(self, candidates: list[Candidate]) -> Candidate:
+        """The one that costs least; but torch's own all_reduce is not left for another that costs next to nothing less.
+
+        That is what would run without us, and prices are not that exact.
+        """
+        best = min(candidates, key=self._weighed)
+        if best.plan.exchange != "dense":
+            return best
+        own = [each for each in candidates if each.plan.exchange == "dense" and each.plan.collective == "torch"]
+        return next((each for each in own if each.cost * (1 - self.margin) <= best.cost), best)
 
     def _weighed(self, candidate: Candidate) -> float:
         """The cost that counts: dense has something in its favour, since it delays nothing."""
         favoured = candidate.plan.exchange == "dense" and self.objective == "goodput"
         return candidate.cost * (1 - self.advantage if favoured else 1.0)
 
-    def _knee(self, view: View, judged: list[_Judged], candidates: list[Candidate]) -> Candidate:
+    def _knee(self, view: View, judged: list[_Judged], candidates: list[Candidate]) -> tuple[Candidate, _Weighed]:
         """The paper's choice of the ratio; then the fastest way at it, or dense if that is faster still.
 
         Where a way sends too little at that ratio, it is taken at the next one at which it does not.
+
+        Returns:
+            that, and the knee's own measure of any candidate.
         """
         dense = min((c for c in candidates if c.plan.exchange == "dense"), key=lambda c: c.seconds)
         sparse = [j for j in judged if j.way.exchange != "dense"]
         ratios = sparse[0].ratios
         seconds = np.array([j.seconds for j in sparse])
         fastest = sparse[int(seconds.sum(axis=1).argmin())].way.exchange
-        ratio = pareto.knee(
+        knee = pareto.knee(
             lambda r: float(np.interp(r, ratios, seconds.min(axis=0))),
             lambda r: view.gains.gain(fastest, r),
             float(ratios[0]),
             float(ratios[-1]),
             solver=self.solver,
         )
-        nearest = int(np.abs(ratios - ratio).argmin())
+        nearest = int(np.abs(ratios - knee.ratio).argmin())
         enough = [j.gains[nearest:] >= self._enough(j.way.exchange, view) for j in sparse]
         found = [j.at(nearest + int(e.argmax())) for j, e in zip(sparse, enough, strict=True) if e.any()]
-        return min([dense, *found], key=lambda c: c.seconds)
+        return min([dense, *found], key=lambda c: c.seconds), lambda c: knee.cost(c.seconds, c.gain)
 
 
 @functools.cache

@@ -85,6 +85,11 @@ class Standing:
     guessed: bool = False
 
     @property
+    def expected_seconds(self) -> float | None:
+        """Of a step; None where nothing was predicted, or only guessed."""
+        return None if self.guessed else self.seconds
+
+    @property
     def known_beta(self) -> float | None:
         """What was known when it was decided, whatever was hoped for."""
         return None if self.beta is None else self.beta * self.hope

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from thinwire.control.agreement import rounded
 
 FACTOR = 8  # times the rate that was seen: where that changes nothing, nothing will
-PATIENCE = 20  # steps without a look at the rate, before anything is hoped for; and for which it is, without a sign
+PATIENCE = 20  # steps without a look at the rate until one hopes; and for which a hope lasts that shows nothing
 WARY = 2 * PATIENCE  # the same where there is reason for doubt from the beginning
 MOST_PATIENCE = 160  # after which a hope in vain, some four steps of a plan that sends too much, costs 1 % at most
 SURE, IN_VAIN = 3.0, -1.5  # log odds that leave no doubt, 20 to 1; and for giving up 4 to 1, as few hopes come true
-SURER = 4.0  # what it takes for another after one in vain: noise that looked like a rise once may do so again
+SURER = 4.0  # what it takes after one in vain, as noise may look like a rise again, or where one is wary
 MOST = 1.0  # that one step can add, whatever happened in it
 LIKELY = 1.5  # log odds that more than one step must have spoken for
 

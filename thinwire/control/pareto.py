@@ -68,14 +68,21 @@ def front(seconds: Curve, gain: Curve, low: float, high: float, solver: str = "s
     return Front(ratios[kept], times[kept], gains[kept])
 
 
-def knee(seconds: Curve, gain: Curve, low: float, high: float, solver: str = "sweep") -> float:
-    """The ratio at which max(0.6 t^, 0.4 g^) is least.
+class Knee(NamedTuple):
+    """The ratio at which max(0.6 t^, 0.4 g^) is least, and what that is at any seconds and gain."""
+
+    ratio: float
+    cost: Callable[[float, float], float]
+
+
+def knee(seconds: Curve, gain: Curve, low: float, high: float, solver: str = "sweep") -> Knee:
+    """The knee of that front, and its measure.
 
     The best point of the front is only as near as its neighbours are far: 40 of them, as the paper's population has,
     lie 10 % apart and more. So the search goes on between these neighbours until the ratio is known to 0.01 %, with
     time and 1/gain scaled as the front has them.
 
-    >>> round(knee(lambda c: 0.01 + 5 * c, lambda c: c**0.5, 0.001, 0.1), 4)
+    >>> round(knee(lambda c: 0.01 + 5 * c, lambda c: c**0.5, 0.001, 0.1).ratio, 4)
     0.0136
     """
     points = front(seconds, gain, low, high, solver)
@@ -91,7 +98,7 @@ def knee(seconds: Curve, gain: Curve, low: float, high: float, solver: str = "sw
         between = np.linspace(left, right, 9)
         best = int(np.argmin([cost(r) for r in between]))
         left, right = between[max(best - 1, 0)], between[min(best + 1, 8)]
-    return float((left + right) / 2)
+    return Knee(float((left + right) / 2), scaled)
 
 
 def _scaled(points: Front) -> Callable[[float, float], float]:

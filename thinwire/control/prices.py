@@ -17,7 +17,7 @@ import numpy as np
 
 from thinwire.collectives import BROADCASTS, Leg, sent_bytes, sent_messages
 from thinwire.exchange import Exchange, build, collectives_of, complete, values_for
-from thinwire.types import Network
+from thinwire.types import Network, Plan, way_in_words
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -41,12 +41,11 @@ class Way(NamedTuple):
         >>> print(Way("star-topk", "ring", "scatter"))
         star-topk over ring, scatter broadcast
         """
-        parts = [f"{self.exchange} over {self.collective}"]
-        if self.broadcast != "tree":
-            parts.append(f"{self.broadcast} broadcast")
-        if self.values != "float32":
-            parts.append(f"{self.values} values")
-        return ", ".join(parts)
+        return way_in_words(*self)
+
+
+def way_of(plan: Plan) -> Way:
+    return Way(plan.exchange, plan.collective, plan.broadcast, plan.values)
 
 
 @functools.lru_cache

@@ -33,7 +33,7 @@ from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
 from thinwire.control.computing import MESSAGE, compress_seconds
 from thinwire.control.gain import CANDIDATES, GainCurve
 from thinwire.control.hope import WARY, Hope
-from thinwire.control.prices import Prices, Way
+from thinwire.control.prices import Prices, Way, way_of
 from thinwire.types import Network, Plan, Told
 
 Floats = NDArray[np.float64]
@@ -51,10 +51,6 @@ DOUBT = 0.4  # of a step: what ways are seen to take beyond their prices may dif
 STRAINS = (0.1, 10.0)  # that count: where the gradient vanishes any error is long beside it
 NEWEST_STRAIN = 0.05  # the weight of the newest, as a logarithm, for each step
 JUMP = 0.5  # a sample that is further off than this share of the running value counts as just so far off
-
-
-def way_of(plan: Plan) -> Way:
-    return Way(plan.exchange, plan.collective, plan.broadcast, plan.values)
 
 
 def ratio_of_turn(turn: int) -> float:
@@ -207,7 +203,7 @@ class View(NamedTuple):
         return replace(network, beta=max(network.beta / self.hope.factor, BETAS[0]))
 
     @property
-    def seen(self) -> Network | None:
+    def feared(self) -> Network | None:
         """The network to fear: with the rate that was last seen, should that be less than what is assumed."""
         network = self.assumed
         if network is None or self.seen_beta is None or self.seen_beta <= network.beta:

@@ -27,6 +27,7 @@ from thinwire.control.view import Seen, View, is_off
 from thinwire.exchange import complete
 from thinwire.link.base import Link
 from thinwire.records import Records
+from thinwire.train.thrift import Thrift
 from thinwire.types import Moment, Plan, Told
 
 LOOK_EVERY = 10  # steps between two looks at how the gradient's energy is spread
@@ -44,30 +45,9 @@ ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, 
 LISTEN_SECONDS, LISTEN_EVERY = 0.1, 4  # between two steps whose numbers are taken in: so much, but steps at most
 NEWS = 0.2  # of the latency, as told: by a quarter
 FALLEN = 0.7  # of the gain that was expected is so little that the guard should know at once
-ANOTHER = 1.5  # times a latency or rate, or a share of it, is another: then nobody waits
+ELSEWHERE = 1.5  # times a latency or rate, or a share of it, is another: then nobody waits
 
 log = logging.getLogger("thinwire")
-
-
-class Thrift:
-    """Lets something happen only as often as its computing takes no more than a share of the time."""
-
-    def __init__(self, share: float, longest: float, link: Link) -> None:
-        self._share, self._longest, self._link = share, longest, link
-        self._next = -math.inf
-
-    def allows(self, ahead: float = 0.0) -> bool:
-        """Now, or so many seconds before it would be due, if it is urgent: the next time is then later for it."""
-        return self._link.now() >= self._next - ahead
-
-    def __enter__(self) -> None:
-        self._start = self._link.processor_seconds()
-
-    def __exit__(self, *_: object) -> None:
-        cost = self._link.processor_seconds() - self._start
-        # What happened in parts, or before it was allowed, is waited for all the longer.
-        now = self._link.now()
-        self._next = min(max(self._next, now) + cost / self._share, now + self._longest)
 
 
 class Times(NamedTuple):
@@ -146,6 +126,7 @@ class Pilot:
         self._before: Plan | None = None  # what these are of
         self._looking, self._measuring = Thrift(LOOKING, LOOK_PAUSE, link), Thrift(MEASURING, MEASURE_PAUSE, link)
         self._looked_at = -1
+        self._considered, self._is_worth_a_look = -1, False
         self._asked = Seen(0, 0, plan, None, Told())  # what was last told of, until the sums come back
         self._told_beta: float | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
@@ -160,9 +141,11 @@ class Pilot:
     # --- one step
 
     def looks_at(self, step: int) -> bool:
-        """Whether the gradient of this step is worth a look. Once begun, all parts of it are."""
-        due = self.controller is not None and step % LOOK_EVERY == 0
-        return due and (step == self._looked_at or self._looking.allows())
+        """Whether the gradient of this step is worth a look: all parts of it, or none."""
+        if step != self._considered:
+            due = self.controller is not None and step % LOOK_EVERY == 0
+            self._considered, self._is_worth_a_look = step, due and self._looking.allows()
+        return self._is_worth_a_look
 
     def look(self, step: int, x: torch.Tensor) -> None:
         """See how the energy of a gradient, or of the next part of one, is spread over its entries."""
@@ -198,7 +181,7 @@ class Pilot:
         beta = self.monitor.beta_now()
         if beta is None or self.view.beta is None:
             return beta
-        is_another = self._told_beta is not None and is_off(beta, self._told_beta, ANOTHER)
+        is_another = self._told_beta is not None and is_off(beta, self._told_beta, ELSEWHERE)
         is_urgent = is_another or self._is_elsewhere() or self.view.hope.is_open
         if not self.monitor.beta_is_new or not (is_urgent or self._is_heard(step)):
             return None
@@ -209,8 +192,7 @@ class Pilot:
     def _is_elsewhere(self) -> bool:
         """Whether the network is another than when it was decided; the same on all ranks."""
         view, standing = self.view, self.standing
-        pairs = (view.alpha, standing.alpha), (view.beta, standing.known_beta)
-        return any(now and then and is_off(now, then, ANOTHER) for now, then in pairs)
+        return _is_another((view.alpha, standing.alpha), (view.beta, standing.known_beta))
 
     def _is_heard(self, step: int) -> bool:
         """Whether a step's numbers will be taken in, whatever they are; the same on all ranks."""
@@ -234,8 +216,8 @@ class Pilot:
         That costs a processor as much as some ten messages do, so where steps are short and nothing is new it is done
         at some of them.
         """
-        took, expected = self.view.took, self.standing.seconds
-        if not took or (self.controller is not None and (expected is None or self.standing.guessed)):
+        took, expected = self.view.took, self.standing.expected_seconds
+        if not took or (self.controller is not None and expected is None):
             return True
         if self._is_elsewhere() or self.view.hope.is_urgent or self._is_heard(self._asked.step):
             return True
@@ -269,7 +251,7 @@ class Pilot:
 
         While torch's connections are in use nothing else wakes ours.
         """
-        self.link.probe(self.monitor.probes_due())
+        self.link.probe(self.monitor.asking.due())
 
     def tells_by_torch(self, step: int) -> bool:
         """Whether numbers are told beside this step if it carries none, on all ranks alike.
@@ -318,11 +300,10 @@ class Pilot:
         self._times = Times(1.0, whole, exchange, compress, overlap, last_share) if known else Times()
         self._before = self.plan
         self._last_end = now
-        expected = self.standing.seconds
-        is_expected = expected is not None and not self.standing.guessed
-        self._surprised = known and is_expected and is_off(whole, expected or whole, SURPRISING)
+        expected = self.standing.expected_seconds
+        self._surprised = known and expected is not None and is_off(whole, expected or whole, SURPRISING)
         if self._surprised:
-            self.monitor.be_restless()
+            self.monitor.asking.be_restless()
         return whole
 
     def measure(self) -> None:
@@ -330,7 +311,7 @@ class Pilot:
         if self._measuring.allows(AHEAD if self._surprised or self.monitor.is_in_doubt else 0.0):
             with self._measuring:
                 self._note_network()
-                self.link.probe(self.monitor.probes_due(), at_once=self.plan.collective == "torch")
+                self.link.probe(self.monitor.asking.due(), at_once=self.plan.collective == "torch")
 
     def _note_network(self) -> None:
         """Let the monitor know what the link has noticed, and record what that says has changed, and when."""
@@ -437,8 +418,13 @@ class Pilot:
         return {"view": self.view.to_json(), "standing": self.standing.to_json(), "turn": self._turn}
 
     def resume(self, course: Course) -> None:
-        """Go on from a state. What the link notices from now on is new: the network may be another."""
-        self._asked, self._before, self._times, self._turn = course.asked, course.before, course.times, course.turn
+        """Go on from a state. What the link has noticed is new, the survey included: the network may be another."""
+        self.monitor.beta_is_unheard_of()
+        self._told_beta = None
+        saved = course.view
+        is_elsewhere = _is_another((self.monitor.alpha_now(), saved.alpha), (self.monitor.beta_now(), saved.beta))
+        self._asked, self._before, self._turn = course.asked, course.before, course.turn
+        self._times = Times() if is_elsewhere else course.times  # which are of the network that it was saved on
         self._pending = None if course.pending is None else (torch.tensor(course.pending), None)
         self._histogram, self._energy, self._kept = None, course.energy, course.kept
         self._last_end = math.nan
@@ -447,3 +433,8 @@ class Pilot:
             self.standing, self._said = course.standing, course.standing.plan
         if self.records is not None:
             self.records.write("resumed", view=self.view.to_json(), standing=self.standing.to_json())
+
+
+def _is_another(*pairs: tuple[float | None, float | None]) -> bool:
+    """Whether of latency and rate, now and then, one that is known both times is another."""
+    return any(now and then and is_off(now, then, ELSEWHERE) for now, then in pairs)

@@ -16,24 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire import exchange as exchanges
-from thinwire.collectives import ALL_GATHERS
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.decision import Decision
 from thinwire.control.explain import explain
-from thinwire.control.prices import Prices, ways
+from thinwire.control.prices import Way, way_of
 from thinwire.errors import ThinwireWarning
 from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete, values_for
 from thinwire.link.base import Link
+from thinwire.train.choice import chosen, described, prices_for
 from thinwire.train.layout import Layout, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
-from thinwire.train.pilot import Course, Pilot
+from thinwire.train.pilot import Pilot
 from thinwire.train.rehearsal import rehearse
+from thinwire.train.resuming import VERSION, Saved, newest_common
 from thinwire.train.start import agree, begin_records, open_link, spread
 from thinwire.types import Moment, Network, Plan, StepRecord, Told
 
-_STATE_VERSION = 4
-_STEPS_COMPARED = 16
 _STEPS_UNEXPLORED = 100
 _SENT_SECONDS = 1.0  # between two records of what was sent of each parameter, at least
 
@@ -101,13 +99,13 @@ class Synchronizer:
         in_buckets: bool = False,
         records: Path | str | None = None,
     ) -> None:
-        controller = Adaptive() if exchange == "adaptive" else exchange if isinstance(exchange, Adaptive) else None
-        plan = _first_plan(controller, exchange, ratio, collective, broadcast, values)
+        controller, plan = chosen(exchange, ratio, collective, broadcast, values)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}.")
         refuse_sparse_gradients(model)
         self._model = model
-        self._layout = Layout.of((name, p) for name, p in model.named_parameters() if name not in ignore)
+        self._ignore = frozenset(ignore)
+        self._layout = Layout.of(self._trainable())
         self.memory = ErrorMemory(self._layout, low_pass)
         self.step = 0
         self.skipped = 0
@@ -116,17 +114,17 @@ class Synchronizer:
         self._is_resumed = False  # and ranks have not agreed yet that they all are, at the same step
         self._scaler = scaler
         self._sent_noted = -math.inf
-        self._overlap = (0.0, 1.0)
+        self._overlap = (0.0, 1.0)  # see note_overlap
         self._explored_by: float = _STEPS_UNEXPLORED  # the step; infinity once something was, or it was said
-        self._exchanges: dict[tuple[str, ...], Exchange] = {}  # by all of a plan but its ratio
+        self._exchanges: dict[Way, Exchange] = {}
         # Before there is a link, on which the others would wait for the one that compiles longest.
         may_run = ((plan.exchange,), plan.values) if controller is None else (controller.exchanges, controller.values)
         rehearse(*may_run, self._layout.dtype)
         self.link = open_link(link, group, timeout)
         if controller is not None and self.link.group is None:
-            plan = complete("dense", 1.0, "ring")
-        prices = _prices(self._layout, self.link, controller, in_buckets)
-        self.records = begin_records(self.link, records, **_described(prices, controller))
+            plan = complete("dense", 1.0, "ring")  # torch's own all_reduce needs a process group
+        prices = prices_for(self._layout, self.link, controller, in_buckets)
+        self.records = begin_records(self.link, records, **described(prices, controller))
         self._steering = Stopwatch(self.link)
         self._pilot = Pilot(self.link, prices, controller, plan, self.records)
         options = f"low_pass={low_pass!r}, {'a' if scaler else 'no'} scaler"
@@ -144,10 +142,10 @@ class Synchronizer:
     def exchange(self) -> Exchange:
         """What runs the present plan. One that comes back finds what it had learned of the gradient."""
         plan = self.plan
-        kind = plan.exchange, plan.collective, plan.broadcast, plan.values
-        if kind not in self._exchanges:
-            self._exchanges[kind] = build(plan, self._layout.sizes)
-        return self._exchanges[kind]
+        way = way_of(plan)
+        if way not in self._exchanges:
+            self._exchanges[way] = build(plan, self._layout.sizes)
+        return self._exchanges[way]
 
     @property
     def decision(self) -> Decision | None:
@@ -176,9 +174,8 @@ class Synchronizer:
         return torch.zeros(self._layout.numel + TOLD, dtype=self._layout.dtype, device=self._layout.device)
 
     def average_gradients(self) -> None:
-        """Put the mean over all ranks into every trainable parameter's gradient."""
-        trainable = {id(p) for p in self._model.parameters() if p.requires_grad}
-        if trainable != {id(p) for p in self._layout.parameters.values()}:
+        """Put the mean over all ranks into the gradient of every trainable parameter that is not ignored."""
+        if {id(p) for _, p in self._trainable()} != {id(p) for p in self._layout.parameters.values()}:
             raise RuntimeError(
                 "other parameters are trainable now than when this Synchronizer was built; build a new one."
             )
@@ -186,6 +183,10 @@ class Synchronizer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.average({name: p.grad for name, p in self._layout.parameters.items() if p.grad is not None})
+
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self._model.named_parameters()
+        return ((name, p) for name, p in named if p.requires_grad and name not in self._ignore)
 
     def average(self, grads: Mapping[str, torch.Tensor], hold: Collection[str] = ()) -> None:
         """Replace the gradients of all parameters, given by name, by their mean. Those in `hold` keep their error."""
@@ -217,7 +218,8 @@ class Synchronizer:
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         with watch:
             fed = self.memory.feed(grads, 1 / scale, hold)
-        told = Told(energy=fed.energy, gradient=fed.gradient, not_finite=not fed.finite, holding=self.memory.holding)
+            holding = exchange.lossless and self.memory.holding  # which matters to no other
+        told = Told(energy=fed.energy, gradient=fed.gradient, not_finite=not fed.finite, holding=holding)
         with watch, self._steering:
             if fed.finite and pilot.looks_at(self.step):
                 pilot.look(self.step, fed.x)
@@ -282,7 +284,7 @@ class Synchronizer:
             gain=gain,
             skipped=skip,
             step_seconds=step_seconds,
-            predicted_seconds=math.nan if standing.seconds is None or standing.guessed else standing.seconds,
+            predicted_seconds=math.nan if standing.expected_seconds is None else standing.expected_seconds,
         )
         self.step += 1
         self.skipped += skip
@@ -372,7 +374,7 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on as if nothing had happened: numbers, and tensors by parameter name."""
         return {
-            "version": _STATE_VERSION,
+            "version": VERSION,
             "rank": self.link.rank,
             "world_size": self.link.world_size,
             "step": self.step,
@@ -383,29 +385,10 @@ class Synchronizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of this rank, on all ranks from the same step. One that does not fit is refused whole."""
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"this state has version {state.get('version')!r}, this run has {_STATE_VERSION}: it was saved by "
-                "another version of thinwire."
-            )
-        expected = {"rank": self.link.rank, "world_size": self.link.world_size}
-        for field, ours in expected.items():
-            if state.get(field) != ours:
-                raise ValueError(
-                    f"this state has {field} {state.get(field)!r}, this run has {ours!r}: every rank keeps an error of "
-                    "its own, so each must load the state that it saved, in a world of the same size."
-                )
-        counts = {name: state.get(name) for name in ("step", "skipped")}
-        if not all(isinstance(count, int) and count >= 0 for count in counts.values()):
-            raise ValueError(f"this state's counts are not whole numbers: {counts}.")
-        if not isinstance(state.get("error"), Mapping):
-            raise ValueError("this state has no errors by parameter name.")
-        if not isinstance(state.get("pilot"), Mapping):
-            raise ValueError("this state does not say which plan was in force.")
-        course = Course.from_json(state["pilot"])
-        self.memory.load_state_dict(state["error"])
-        self._pilot.resume(course)
-        self.step, self.skipped = state["step"], state["skipped"]
+        saved = Saved.read(state, self.link)
+        self.memory.load_state_dict(saved.error)
+        self._pilot.resume(saved.course)
+        self.step, self.skipped = saved.step, saved.skipped
         self._explored_by = self.step + _STEPS_UNEXPLORED
         self._is_resumed = True
 
@@ -414,62 +397,14 @@ class Synchronizer:
 
         Ranks may have been killed between two saves, so each one's newest need not be there on all. Call on all ranks.
         """
-        newest = sorted(steps)[-_STEPS_COMPARED:]
-        everyones = torch.full((self.link.world_size, _STEPS_COMPARED), -1, dtype=torch.int64)
-        everyones[self.link.rank, : len(newest)] = torch.tensor(newest, dtype=torch.int64)
         self.link.moment = Moment(self.step, "resume")
-        ALL_GATHERS["direct"].run(self.link, everyones.view(-1))
-        return max(set.intersection(*(set(row) - {-1} for row in everyones.tolist())), default=None)
+        return newest_common(self.link, steps)
 
     def close(self) -> None:
         """Say goodbye to the other ranks. Nothing can be averaged after."""
         self.link.close()
         if self.records is not None:
             self.records.close()
-
-
-def _first_plan(
-    controller: Adaptive | None,
-    exchange: str | Adaptive,
-    ratio: float | None,
-    collective: str | None,
-    broadcast: str,
-    values: str | None,
-) -> Plan:
-    """The plan that is fixed, or, of one that is not, what is sure to do no harm until something was measured."""
-    if controller is not None:
-        given = {"ratio": ratio, "collective": collective, "broadcast": broadcast, "values": values}
-        defaults = {"broadcast": "tree"}
-        for name, value in given.items():
-            if value != defaults.get(name):
-                setting = f"values={value!r}" if name == "values" else "ratios=(0.001, 0.1)"
-                raise ValueError(
-                    f"{name}={value!r} belongs to a fixed exchange, and adaptive chooses for itself. Set its bounds by "
-                    f"exchange=thinwire.Adaptive({setting}), or name an exchange."
-                )
-        return complete("dense", 1.0)
-    if not isinstance(exchange, str):
-        raise TypeError(f"exchange must be a name or an Adaptive, got {type(exchange).__name__}.")
-    if exchange not in exchanges.NAMES:
-        raise ValueError(f"unknown exchange {exchange!r}. Known are: adaptive, {', '.join(exchanges.NAMES)}.")
-    if exchange == "dense" and ratio not in (None, 1):
-        warnings.warn(f"ratio={ratio} has no effect: exchange='dense' sends everything.", ThinwireWarning, stacklevel=4)
-    default = 1.0 if exchange == "dense" else 0.01
-    values = "float32" if values is None else values
-    return complete(exchange, default if ratio is None else ratio, collective, broadcast, values)
-
-
-def _prices(layout: Layout, link: Link, controller: Adaptive | None, in_buckets: bool) -> Prices:
-    world_size, has_group = link.world_size, link.group is not None
-    dense = ways(world_size, has_group, ("dense",))
-    choice = dense if controller is None else controller.ways(world_size, has_group)
-    bucket_bytes = layout.nbytes if in_buckets else None
-    return Prices(layout.numel, layout.dtype.itemsize, link.world_size, choice, layout.sizes, bucket_bytes)
-
-
-def _described(prices: Prices, controller: Adaptive | None) -> dict[str, Any]:
-    """What was decided upon, as a record."""
-    return {"prices": prices.to_json(), "controller": None if controller is None else asdict(controller)}
 
 
 def _gain(told: Told) -> float:
