@@ -23,6 +23,10 @@ COMMANDS = {
     "harm": "bench harm --json",
     # Needs root, or user namespaces; see docs/lab.md.
     "links-on-a-wire": "lab run --hosts 4 --latency 5ms --rate 100mbit -- python benchmarks/links_on_a_wire.py",
+    **{
+        f"computing-{hosts}": f"lab run --hosts {hosts} --latency 1ms --rate 200mbit -- python benchmarks/computing.py"
+        for hosts in (4, 8)
+    },
     "regret": "bench regret --json",
 }
 

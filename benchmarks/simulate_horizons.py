@@ -42,7 +42,7 @@ RATIOS = two_digit_ratios(*Adaptive().ratios)
 FEW = np.geomspace(RATIOS[0], RATIOS[-1], 9)  # between which prices are nearly straight lines
 EXCHANGE = "topk-allgather"
 WAYS = [Way(EXCHANGE, collective, values=Adaptive().values) for collective in ("direct", "halving", "ring")]
-REST, SLOWNESS, BEYOND = 0.0205, 2.0, 1.0  # as they are in the lab with eight hosts on two cores
+REST, SLOWNESS, BEYOND = 0.0205, 5.0, 1.0  # as they are in the lab with eight hosts on two cores
 SAMPLED = 9  # one of so many entries tells where the largest begin
 DECIDED_EVERY = 10  # steps
 NEVER = 90.0  # seconds that a target counts for which was not reached
