@@ -117,7 +117,8 @@ def test_nothing_that_happens_once_makes_a_long_pause() -> None:
         (1.0, 0.1, False, 1),  # and at every step while something is wrong
         (0.1, 1.0, False, 1),
         (0.005, 0.1, False, 4),
-        (0.01, 0.1, True, 30),  # but not because a guess was
+        (0.01, 0.1, True, 4),  # what was only guessed does not stand for long
+        (0.1, 0.01, True, 4),  # nor is it wrong that it was
     ],
 )
 def test_word_is_passed_beside_torch_now_and_then_and_at_every_step_while_something_is_wrong(
@@ -253,3 +254,29 @@ def test_who_decides_nothing_hopes_for_nothing() -> None:
         pilot.tell(step, Told())
         pilot.hear(Told(timed=2, step_seconds=0.2, exchange_seconds=0.02), step)
         assert pilot.view.hope == Hope()
+
+
+@pytest.mark.parametrize(
+    ("beta", "seconds_per_byte", "largest"),
+    [
+        (1e-6, 1e-6, 1 << 16),  # a rate that messages bear out
+        (1e-5, 1e-9, 1 << 22),  # one that was seen because a sender had to wait for a processor
+        (None, 1e-8, 1 << 22),  # none was seen
+        (None, 1e-4, 1 << 14),  # nor will be, in any time
+    ],
+)
+def test_a_survey_ends_when_a_message_took_as_long_as_its_rate_says(
+    beta: float | None, seconds_per_byte: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pilot = Pilot(ThreadWorld(2).links[0], Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
+    sent = []
+
+    def agree(nbytes: int) -> float:
+        sent.append(nbytes)
+        pilot.view = View(alpha=1e-3, beta=beta)
+        return nbytes * seconds_per_byte
+
+    monkeypatch.setattr(pilot, "_agree_on_survey", agree)
+    monkeypatch.setattr(pilot.link, "probe", lambda peers: None)
+    pilot.survey()
+    assert max(sent) == largest

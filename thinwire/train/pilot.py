@@ -260,9 +260,9 @@ class Pilot:
         """
         if self.controller is None:
             return False
-        took, expected, period = self.view.took, self.standing.seconds, TELL_EVERY
-        if took and expected:
-            is_alarming = not self.standing.guessed and is_off(took, expected, ALARMING)
+        took, expected, period = self.view.took, self.standing.expected_seconds, TELL_EVERY
+        if took and expected is not None:  # otherwise there is word soon, and no guess stands for long
+            is_alarming = is_off(took, expected, ALARMING)
             least, seconds = (1, ALARM_SECONDS) if is_alarming else (TELL_EVERY, TELL_SECONDS)
             period = max(least, math.ceil(seconds / took))
         return step - self._asked.step >= period
@@ -373,7 +373,8 @@ class Pilot:
             self._agree_on_survey(0)
         for nbytes in SURVEY_BYTES:
             seconds = self._agree_on_survey(nbytes)
-            if nbytes * (self.view.beta or 0.0) >= SURVEY_SECONDS or seconds >= SURVEY_PATIENCE:
+            by_rate = nbytes * (self.view.beta or 0.0)  # too long by far if a sender had to wait for a processor
+            if min(by_rate, seconds) >= SURVEY_SECONDS or seconds >= SURVEY_PATIENCE:
                 break
         self._decide(0)
 
