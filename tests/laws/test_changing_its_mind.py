@@ -17,7 +17,7 @@ from tests.laws.test_control import Liar, a_net, step
 from thinwire import records
 from thinwire.control.adaptive import PAUSE_SECONDS, Adaptive
 from thinwire.control.decision import Standing
-from thinwire.control.hope import PATIENCE
+from thinwire.control.hope import MOST_PATIENCE, PATIENCE, Hope
 from thinwire.control.learning import safe_gain
 from thinwire.control.prices import Prices, ways
 from thinwire.control.replay import replay
@@ -27,7 +27,7 @@ from thinwire.exchange import complete
 from thinwire.link.base import Reading
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.sync import Synchronizer
-from thinwire.types import Network
+from thinwire.types import Network, Plan
 
 THIN = Network(alpha=1e-3, beta=8e-6)  # 1 ms, 1 Mbit/s
 
@@ -168,11 +168,35 @@ def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(
         sync.close()
         return capsys.readouterr().out if link.rank == 0 else ""
 
-    text = ThreadWorld(3, Network(alpha=2e-2, beta=8e-8)).run(program)[0]
-    assert "100 Mbit/s per host, in the hope of 800 Mbit/s" in text
+    text = ThreadWorld(3, Network(alpha=2e-2, beta=8e-7)).run(program)[0]
+    assert "10 Mbit/s per host, in the hope of 80 Mbit/s" in text
     hoped = [r for r in records.read(path) if r["kind"] == "decision" and r["hope"] > 1]
-    assert hoped and all(decision["beta"] == pytest.approx(8e-8, rel=0.01) for decision in hoped)
-    assert hoped[0]["trigger"] == "nobody has seen the rate for a while, and it may be 800 Mbit/s by now"
+    assert hoped and all(decision["beta"] == pytest.approx(8e-7, rel=0.01) for decision in hoped)
+    assert hoped[0]["trigger"] == "nobody has seen the rate for a while, and it may be 80 Mbit/s by now"
+
+
+def test_where_a_rise_would_change_nothing_none_is_hoped_for_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> tuple[Plan, Hope]:
+        net, seen = a_net(200_000), link.read_out
+        sync = Synchronizer(net, link=link, records=path)
+        link.read_out = lambda: replace_stretches(seen())  # type: ignore[method-assign]
+        for number in range(5 * PATIENCE):
+            step(sync, net, number, seconds=0.02)
+        plan, hope = sync.plan, sync._pilot.view.hope
+        sync.close()
+        return plan, hope
+
+    found = ThreadWorld(3, Network(alpha=2e-2, beta=8e-8)).run(program)
+    (plan, hope), *others = found
+    assert others == [found[0]] * 2
+    assert hope.factor == 1 and hope.patience == MOST_PATIENCE
+    decisions = [r for r in records.read(path) if r["kind"] == "decision"]
+    assert decisions and all(each["hope"] == 1 for each in decisions)
+    again = replay(records.read(path))
+    assert [each.step for each in again] == [each["step"] for each in decisions]
+    assert again[-1].plan == plan
 
 
 @pytest.mark.parametrize(("seconds", "every"), [(0.001, 4), (0.025, 3), (0.2, 1)])

@@ -94,6 +94,10 @@ class Standing:
         """What was known when it was decided, whatever was hoped for."""
         return None if self.beta is None else self.beta * self.hope
 
+    def is_left_alone_by(self, decision: Decision) -> bool:
+        """Whether something was hoped for, and it would change nothing: then nothing can come of that hope."""
+        return self.hope == 1 < decision.hope and decision.plan == self.plan
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

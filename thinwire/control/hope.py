@@ -55,7 +55,7 @@ class Hope(NamedTuple):
     @property
     def is_urgent(self) -> bool:
         """Whether the next exchange counts: what is tried costs time, and so does a rise that is not known of."""
-        return self.is_open or self.evidence >= LIKELY
+        return self.is_open or (self.evidence >= LIKELY and self.patience < MOST_PATIENCE)
 
     @property
     def has_come_true(self) -> bool:
@@ -103,6 +103,10 @@ class Hope(NamedTuple):
         if best <= IN_VAIN or (best < SURE and self.steps >= PATIENCE):
             return self._in_vain()
         return self._replace(evidence=lately, long_ago=long_ago)
+
+    def for_nothing(self) -> Hope:
+        """What runs would run by this hope too, so there is nothing to try, and nothing to find out for long."""
+        return Hope(patience=MOST_PATIENCE)
 
     def _in_vain(self) -> Hope:
         return Hope(patience=min(2 * self.patience, MOST_PATIENCE))

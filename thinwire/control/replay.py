@@ -48,7 +48,9 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
             asked = record["step"] + 1
         if asked is not None and prices is not None and standing is not None and controller is not None:
             decision = controller.decide(view, standing, asked, prices)
-            if decision is not None:
+            if decision is not None and standing.is_left_alone_by(decision):
+                view = view.hoping_for_nothing()
+            elif decision is not None:
                 decisions.append(decision)
                 standing = controller.standing_after(decision, view)
     return decisions

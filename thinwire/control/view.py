@@ -313,6 +313,10 @@ class View(NamedTuple):
         hope = Hope(patience=WARY)
         return self._replace(beta=self.assumed.beta, hope=hope, learned_on=self.assumed, extra=extras, held_back=())
 
+    def hoping_for_nothing(self) -> View:
+        """Once it is known that more would not be sent for it."""
+        return self._replace(hope=self.hope.for_nothing())
+
     # --- what follows from it
 
     @property

@@ -328,7 +328,9 @@ class Pilot:
         if self.records is not None:
             self.records.write("asked", step=step)
         decision = self.controller.decide(self.view, self.standing, step, self.prices)
-        if decision is not None:
+        if decision is not None and self.standing.is_left_alone_by(decision):
+            self.view = self.view.hoping_for_nothing()
+        elif decision is not None:
             self._carry_out(decision, self.controller.standing_after(decision, self.view))
         if self.link.rank == 0 and self.decision is not None and self.plan != self._said and self.standing.hope == 1:
             log.info("step %d: %s instead of %s, because %s", step, self.plan, self._said, self.decision.trigger)
