@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from thinwire.control.hope import FACTOR, LIKELY, MOST_PATIENCE, PATIENCE, Hope
+from thinwire.control.hope import FACTOR, LIKELY, MOST_PATIENCE, PATIENCE, USUAL_NOISE, Hope, Noise
 
 TRIALS = 1000
 
@@ -86,3 +86,52 @@ def test_what_is_tried_and_what_seems_likely_is_heard_of_at_once() -> None:
     assert not Hope().is_urgent
     assert Hope(FACTOR).is_urgent
     assert Hope(evidence=LIKELY).is_urgent and not Hope(evidence=LIKELY - 0.1).is_urgent
+
+
+EXCHANGE, MOVING, TIMES = 8e-3, 1.7e-3, 3  # seconds; what of them moves bytes; times as many are sent in hope
+
+
+def steps_to_certainty(draw: random.Random, share: float, alike: float, rises_at: int, steps: int) -> int | None:
+    """When a rate that rises 8 times at that step is believed to have, if exchanges differ by so much of what they take.
+
+    Args:
+        alike: the correlation of one exchange with the next.
+    """
+    hope, noise, drift = Hope(), Noise(), 0.0
+    for step in range(steps):
+        drift = alike * drift + draw.gauss(0, 1) * (1 - alike**2) ** 0.5
+        moving = MOVING * (TIMES if hope.is_open else 1)
+        rate = FACTOR if step >= rises_at else 1
+        took = (EXCHANGE - MOVING + moving / rate) * (1 + share * drift)
+        moving /= hope.factor
+        expected = EXCHANGE - MOVING + moving
+        known, noise = noise, noise if hope.is_open else noise.after((took - expected) / expected)
+        hope = hope.after_an_exchange(took - expected, moving, known.deviation * expected)
+        if hope.has_come_true:
+            return step
+    return None
+
+
+@pytest.mark.parametrize(("share", "alike"), [(0.05, 0.0), (0.1, 0.5), (0.2, 0.0), (0.35, 0.0)])
+def test_exchanges_that_differ_much_are_seldom_taken_for_a_risen_rate(share: float, alike: float) -> None:
+    draws = [random.Random(seed) for seed in range(40)]
+    found = [steps_to_certainty(draw, share, alike, rises_at=2000, steps=1000) for draw in draws]
+    assert sum(step is not None for step in found) <= 2
+
+
+@pytest.mark.parametrize(("share", "alike"), [(0.05, 0.0), (0.1, 0.5), (0.2, 0.0), (0.35, 0.0)])
+def test_and_one_that_has_risen_is_mostly_found_out_all_the_same(share: float, alike: float) -> None:
+    draws = [random.Random(seed) for seed in range(40)]
+    found = [steps_to_certainty(draw, share, alike, rises_at=300, steps=1000) for draw in draws]
+    assert sum(step is not None and step >= 300 for step in found) >= 35
+
+
+def test_what_is_alike_counts_for_less_and_what_hardly_differs_for_no_more_than_is_usual() -> None:
+    alternating, steady, calm = Noise(), Noise(), Noise()
+    for step in range(200):
+        alternating = alternating.after(0.3 if step % 2 else -0.3)
+        steady = steady.after(0.3 if step // 20 % 2 else -0.3)
+        calm = calm.after(0.001)
+    assert alternating.deviation == pytest.approx(0.3, rel=0.01)
+    assert steady.deviation > 2 * alternating.deviation
+    assert calm.deviation == USUAL_NOISE

@@ -12,6 +12,7 @@ half as readily.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,46 @@ MOST_PATIENCE = 160  # after which a hope in vain, some four steps of a plan tha
 SURE, IN_VAIN = 3.0, -1.5  # log odds that leave no doubt, 20 to 1; and for giving up 4 to 1, as few hopes come true
 SURER = 4.0  # what it takes after one in vain, as noise may look like a rise again, or where one is wary
 MOST = 1.0  # that one step can add, whatever happened in it
+TWICE = 2  # a hope must be sure so often, one time after the other: a machine that is busy stays so for some steps
 LIKELY = 1.5  # log odds that more than one step must have spoken for
+USUAL_NOISE = 0.15  # of what an exchange takes: so much more or less is usual anywhere
+NEWEST_NOISE = 0.05  # the weight of the newest sample
+MOST_ALIKE = 0.95  # the correlation of one exchange with the next that is believed
+
+
+class Noise(NamedTuple):
+    """How much longer or shorter exchanges take than is usual, as a share of what they take.
+
+    Attributes:
+        square: the mean square of that share.
+        product: the mean product of two in a row: where a machine is busy it stays so for a while.
+        last: the last one.
+
+    >>> noise = Noise()
+    >>> for share in (0.3, -0.3) * 50:
+    ...     noise = noise.after(share)
+    >>> round(noise.deviation, 2)
+    0.3
+    """
+
+    square: float = USUAL_NOISE**2
+    product: float = 0.0
+    last: float = 0.0
+
+    def after(self, share: float) -> Noise:
+        share = max(-1.0, min(share, 1.0))
+        square = self.square + NEWEST_NOISE * (share**2 - self.square)
+        product = self.product + NEWEST_NOISE * (share * self.last - self.product)
+        return Noise(rounded(square), rounded(product), rounded(share))
+
+    @property
+    def deviation(self) -> float:
+        """Of exchanges that had nothing to do with each other, and as many would say as much as these do.
+
+        Of n samples that are alike with a correlation of r, the mean is as uncertain as that of n (1 - r) / (1 + r).
+        """
+        alike = max(0.0, min(self.product / self.square, MOST_ALIKE)) if self.square > 0 else 0.0
+        return max(USUAL_NOISE, math.sqrt(self.square * (1 + alike) / (1 - alike)))
 
 
 class Hope(NamedTuple):
@@ -38,6 +78,7 @@ class Hope(NamedTuple):
             1945); while nothing is hoped for, that it is twice what it was, as far as that speaks for it (Page 1954).
         long_ago: the same log odds, should it have risen long ago.
         moved: what moving its bytes takes the plan that ran before there was hope, if that is true.
+        sure: how often the evidence has left no doubt.
     """
 
     factor: int = 1
@@ -46,6 +87,7 @@ class Hope(NamedTuple):
     evidence: float = 0.0
     long_ago: float = 0.0
     moved: float = 0.0
+    sure: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -59,7 +101,12 @@ class Hope(NamedTuple):
 
     @property
     def has_come_true(self) -> bool:
-        return self.factor > 1 and max(self.evidence, self.long_ago) >= SURE
+        return self.sure >= TWICE
+
+    @property
+    def _beyond_doubt(self) -> float:
+        """The log odds that leave none: the more hopes were in vain, the less likely is that this one is not."""
+        return SURE + rounded(math.log(max(1.0, self.patience / PATIENCE)))
 
     def after_a_look(self) -> Hope:
         """The rate was seen, and is what it was."""
@@ -100,7 +147,9 @@ class Hope(NamedTuple):
         lately = rounded(self.evidence - _odds(more * moving, late, noise))
         long_ago = rounded(self.long_ago - _odds(more * (moving - self.moved), late - more * self.moved, noise))
         best = max(lately, long_ago)
-        if best <= IN_VAIN or (best < SURE and self.steps >= PATIENCE):
+        if best >= self._beyond_doubt:
+            return self._replace(evidence=0.0, long_ago=0.0, steps=0, sure=self.sure + 1)
+        if best <= IN_VAIN or self.steps >= PATIENCE:
             return self._in_vain()
         return self._replace(evidence=lately, long_ago=long_ago)
 
@@ -120,6 +169,7 @@ class Hope(NamedTuple):
             evidence=float(state["evidence"]),
             long_ago=float(state["long_ago"]),
             moved=float(state["moved"]),
+            sure=int(state["sure"]),
         )
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from thinwire.control.agreement import ALPHAS, BETAS, START, moved, rounded
 from thinwire.control.computing import MESSAGE, compress_seconds
 from thinwire.control.gain import CANDIDATES, GainCurve
-from thinwire.control.hope import WARY, Hope
+from thinwire.control.hope import WARY, Hope, Noise
 from thinwire.control.prices import Prices, Way, way_of
 from thinwire.types import Network, Plan, Told
 
@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 NEWEST = 0.2  # the weight of the newest of many samples in a running value
 SOONER = 0.5  # of one that is far below it: many things make a step longer than it is, and few make it shorter
 MOVING = 0.05  # a number that changes by more than this share in a step has not settled
-NOTICEABLE = 0.15  # of what an exchange takes: so much more or less is usual, and beyond that it means something
+SHORTEST = 1e-4  # seconds of an exchange beside which it is late
 WELL_KNOWN = 5  # samples from which on it can be told what is more or less than usual
 USUAL_REST = 0.1  # seconds, until one was measured: if it were 0, it would pay to send next to nothing
 HELD_BACK = 4  # steps until what was beyond a price is believed
@@ -165,6 +165,7 @@ class View(NamedTuple):
         held_back: what may be learned of it from the last steps, the oldest first.
         compress: by exchange, measured over modelled seconds of computing.
         hope: that the rate has risen since it was last seen.
+        noise: by how much exchanges take more or less than is usual.
         gains: the energy that the largest entries keep, by ratio, and by exchange what of it is really sent.
         strain: the energy that is sent over that of the gradient alone. With the error e and the gradient g,
             e^2 / g^2 = strain (1 / gain - 1). It is 1 where gradients have nothing to do with each other, and more
@@ -185,6 +186,7 @@ class View(NamedTuple):
     held_back: tuple[Beyond, ...] = ()
     compress: Mapping[str, Running] = MappingProxyType({})
     hope: Hope = Hope()
+    noise: Noise = Noise()
     gains: GainCurve = GainCurve()
     strain: float = 1.0
 
@@ -285,14 +287,18 @@ class View(NamedTuple):
         price = prices.seconds(way, plan.ratio, network)
         waited = float(self.exposed(way, np.array(price), network, prices))
         beyond = exchange - compress - waited - self.handling(way, prices)
-        hope, usual = self.hope, self._usual_extra(way, WELL_KNOWN)
+        hope, noise, usual = self.hope, self.noise, self._usual_extra(way, WELL_KNOWN)
         if rate_is_new:
             hope = hope.after_a_look()
         elif way.collective == "torch" or usual is None:  # which shows nothing, or nothing that one could compare with
             hope = hope.after_silence(steps)
         else:
             moving = price - prices.seconds(way, plan.ratio, replace(network, beta=BETAS[0]))
-            hope = hope.after_an_exchange(beyond - usual.value, moving, NOTICEABLE * exchange, steps)
+            late = beyond - usual.value
+            expected = max(exchange - late, SHORTEST)
+            hope = hope.after_an_exchange(late, moving, noise.deviation * expected, steps)
+            if not self.hope.is_open:  # or it may be the rate that makes it late
+                noise = noise.after(late / expected)
         if hope.has_come_true:
             return self._with_its_hope_come_true(way)
         extras, held_back = dict(self.extra), self.held_back
@@ -304,7 +310,7 @@ class View(NamedTuple):
             if oldest.is_of(network):
                 known = extras.get(oldest.way)
                 extras[oldest.way] = _after(known, oldest.seconds, exchange)  # type: ignore[assignment]
-        return self._replace(hope=hope, extra=extras, held_back=held_back)
+        return self._replace(hope=hope, noise=noise, extra=extras, held_back=held_back)
 
     def _with_its_hope_come_true(self, way: Way) -> View:
         """The rate is what was assumed, on which everything is to be learned anew. Nobody has seen it, so beware."""
@@ -397,6 +403,7 @@ class View(NamedTuple):
             "held_back": [list(beyond) for beyond in self.held_back],
             "compress": {key: plain(value) for key, value in self.compress.items()},
             "hope": self.hope._asdict(),
+            "noise": list(self.noise),
             "gains": self.gains.to_json(),
             "strain": self.strain,
         }
@@ -415,8 +422,8 @@ class View(NamedTuple):
         return cls(
             alpha=None if state["alpha"] is None else float(state["alpha"]),
             beta=None if state["beta"] is None else float(state["beta"]),
-            seen_beta=None if state.get("seen_beta") is None else float(state["seen_beta"]),
-            step=int(state.get("step", -1)),
+            seen_beta=None if state["seen_beta"] is None else float(state["seen_beta"]),
+            step=int(state["step"]),
             settling=int(state["settling"]),
             took=None if state["took"] is None else float(state["took"]),
             rest=running(state["rest"]),
@@ -427,6 +434,7 @@ class View(NamedTuple):
             held_back=tuple(Beyond(str(way), *map(float, numbers)) for way, *numbers in state["held_back"]),
             compress=runnings(state["compress"]),
             hope=Hope.from_json(state["hope"]),
+            noise=Noise(*map(float, state["noise"])),
             gains=GainCurve.from_json(state["gains"]),
             strain=float(state["strain"]),
         )

@@ -11,7 +11,7 @@ from thinwire.collectives import ALL_GATHERS
 from thinwire.link.base import Link
 from thinwire.train.pilot import Course
 
-VERSION = 4
+VERSION = 5
 _STEPS_COMPARED = 16
 
 
