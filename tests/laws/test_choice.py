@@ -199,9 +199,20 @@ def test_the_ratio_is_above_the_line_while_warming_up_and_within_bounds_after(
         if decision is not None:
             standing = controller.standing_after(decision, FAR_AND_SLOW)
             if decision.step < warmup:
-                assert decision.plan.ratio >= 1 - 0.9 * decision.step / warmup
+                assert decision.plan.ratio >= 1 - 0.9 * decision.step / warmup - 1e-9
+                assert decision.plan.ratio == float(f"{decision.plan.ratio:.2g}")
     at_once = Adaptive(objective=objective).decide(FAR_AND_SLOW, of_four(controller)[1], 0, prices)
     assert at_once is not None and standing.plan == at_once.plan
+
+
+def test_warming_up_lays_schedules_out_only_once() -> None:
+    controller = Adaptive(warmup=100)
+    assert len({controller._priced_ratios(controller._ratios(step)) for step in range(100)}) == 1
+
+
+def test_exchanges_are_the_same_in_whatever_order_they_are_named() -> None:
+    both = {"star-topk", "topk-allgather"}
+    assert repr(Adaptive(exchanges=both)) == repr(Adaptive(exchanges=("star-topk", "topk-allgather", "star-topk")))  # type: ignore[arg-type]
 
 
 def test_a_plan_of_a_run_with_other_bounds_is_left_at_once() -> None:
@@ -266,6 +277,13 @@ def test_while_warming_up_values_are_sent_nearly_as_they_are() -> None:
         {"solver": "guess"},
         {"objective": "speed"},
         {"ratios": (0.1, 0.01)},
+        {"ratios": 0.01},
+        {"ratios": (0.01,)},
+        {"ratios": ("0.01", "0.1")},
+        {"change": "0.1"},
+        {"least_gain": "0.1"},
+        {"solver": "nsga2"},  # which only the knee has a use for
+        {"warmup": True},
         {"horizon": math.inf},
         {"horizon": 0},
         {"patience": 2.5},

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from thinwire.control.adaptive import Adaptive
-from thinwire.control.decision import Decision, Standing
+from thinwire.control.decision import UNFELT, Decision, Standing
 from thinwire.control.explain import explain
 from thinwire.control.gain import GainCurve
 from thinwire.control.hope import FACTOR, PATIENCE, Hope
@@ -46,6 +46,19 @@ def test_what_is_changed_in_hope_is_not_said_to_be_for_the_latency() -> None:
     hoping = KNOWN._replace(hope=Hope(FACTOR), alpha=1.15e-3)
     assert "it may be" in decided(hoping, standing_at(KNOWN)).trigger
     assert "latency went" in decided(hoping._replace(hope=Hope()), standing_at(KNOWN)).trigger
+
+
+@pytest.mark.parametrize("hosts", [2, 8])
+def test_a_latency_that_no_way_would_feel_is_no_reason(hosts: int) -> None:
+    near = KNOWN._replace(alpha=2e-5)
+    prices = Prices(2_000_000, 4, hosts, ways(hosts, has_group=True))
+    first = Adaptive().decide(near, Standing(plan=complete("dense", 1.0)), 0, prices)
+    assert first is not None
+    standing = Adaptive().standing_after(first, near)
+    felt = UNFELT * first.seconds / (2 * (hosts - 1))  # by a ring
+    for alpha, is_reason in ((1e-5, False), (4e-5, False), (2e-5 + 0.9 * felt, False), (2e-5 + 1.1 * felt, True)):
+        decision = Adaptive().decide(near._replace(alpha=alpha), standing, 1000, prices)
+        assert (decision is not None) == is_reason
 
 
 def test_where_latency_and_rate_have_changed_both_are_named() -> None:

@@ -92,7 +92,7 @@ EXCHANGE, MOVING, TIMES = 8e-3, 1.7e-3, 3  # seconds; what of them moves bytes; 
 
 
 def steps_to_certainty(draw: random.Random, share: float, alike: float, rises_at: int, steps: int) -> int | None:
-    """When a rate that rises 8 times at that step is believed to have, if exchanges differ by so much of what they take.
+    """When a rate that rises 8 times at that step is believed to have: exchanges differ by such a share.
 
     Args:
         alike: the correlation of one exchange with the next.

@@ -118,28 +118,38 @@ class Adaptive:
     solver: str = "sweep"
 
     def __post_init__(self) -> None:
-        low, high = self.ratios
-        if not 0 < low <= high <= 1:
-            raise ValueError(f"ratios must be two numbers with 0 < low <= high <= 1, got {self.ratios}.")
+        self._check_ratios()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.objective!r}. Known are: {', '.join(OBJECTIVES)}.")
         if self.explore not in EXPLORING:
             raise ValueError(f"unknown explore {self.explore!r}. Known are: {', '.join(EXPLORING)}.")
         pareto.check_solver(self.solver)
+        if self.solver != "sweep" and self.objective != "knee":
+            raise ValueError(f'solver={self.solver!r} is for objective="knee" only, not for {self.objective!r}.')
         if isinstance(self.exchanges, str) or not self.exchanges or not set(self.exchanges) <= DELAYS.keys():
             raise ValueError(f"exchanges must be some of {', '.join(DELAYS)}, got {self.exchanges!r}.")
         complete("topk-allgather", values=self.values)  # or it is no type that values can have
-        for name in ("ratios", "exchanges"):  # a list will do as well
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.least_gain is not None and not 0 <= self.least_gain <= 1:
-            raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain}.")
+        # A list or a set will do as well; in one order, for ranks to see that they have the same.
+        object.__setattr__(self, "exchanges", tuple(name for name in DELAYS if name in self.exchanges))
+        if self.least_gain is not None and not (_is_number(self.least_gain) and 0 <= self.least_gain <= 1):
+            raise ValueError(f"least_gain is a share from 0 to 1, got {self.least_gain!r}.")
         for name, least in (("warmup", 0), ("patience", 1), ("horizon", 1)):
             number = getattr(self, name)
-            if not (isinstance(number, int) and number >= least):
+            if not (_is_number(number) and isinstance(number, int) and number >= least):
                 raise ValueError(f"{name} is a whole number of steps, at least {least}, got {number!r}.")
         for name in ("change", "gain_change", "time_change", "margin", "advantage"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)}.")
+            share = getattr(self, name)
+            if not (_is_number(share) and 0 < share < 1):
+                raise ValueError(f"{name} is a share between 0 and 1, got {share!r}.")
+
+    def _check_ratios(self) -> None:
+        try:
+            low, high = self.ratios
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not (_is_number(low) and _is_number(high) and 0 < low <= high <= 1):
+            raise ValueError(f"ratios must be two numbers with 0 < low <= high <= 1, got {self.ratios!r}.")
+        object.__setattr__(self, "ratios", (low, high))
 
     def ways(self, world_size: int, has_group: bool) -> tuple[Way, ...]:
         """What it may choose from."""
@@ -231,7 +241,7 @@ class Adaptive:
         pause = max(PAUSE_SECONDS, deciding / USUALLY)
         is_rested = standing.guessed or age * standing.seconds >= pause
         change = self.change if is_rested else max(self.change, URGENT)
-        if reason := self._network_trigger(view.assumed, view.hope.factor, standing, change):
+        if reason := self._network_trigger(view.assumed, view.hope.factor, standing, change, prices.world_size):
             return reason
         if gain < least:
             return f"gain would fall to {gain:.2g}, under the least allowed, {least:.2g}"
@@ -248,13 +258,14 @@ class Adaptive:
             return course_of_step(None, now.seconds)
         return self._slow_trigger(now, standing)
 
-    def _network_trigger(self, network: Network, hope: int, standing: Standing, change: float) -> str:
+    def _network_trigger(self, network: Network, hope: int, standing: Standing, change: float, world_size: int) -> str:
         """What has changed of latency and rate by such a share; nothing if nothing has."""
         assert standing.alpha is not None and standing.beta is not None
         has_rate_changed = hope < standing.hope or _changed(standing.beta, network.beta, change)
         is_by_hope = has_rate_changed and hope != standing.hope  # which is then what makes the difference
         reasons = []
-        if _changed(standing.alpha, network.alpha, change) and not is_by_hope:
+        is_felt = _changed(standing.alpha, network.alpha, change) and standing.feels(network.alpha, world_size)
+        if is_felt and not is_by_hope:
             reasons.append(course_of_latency(standing.alpha, network.alpha))
         if has_rate_changed:
             reasons.append(self._course_of_rate(standing.beta, standing.hope, network.beta, hope))
@@ -309,13 +320,9 @@ class Adaptive:
 
         Prices are nearly straight lines between neighbours of a few ratios, so only those are worked out.
         """
-        few = ratios
-        if len(ratios) > 1:  # rounded, since NumPy's functions are not the same to the last bit on every processor
-            knots = {rounded(ratio) for ratio in np.geomspace(ratios[0], ratios[-1], PRICED_RATIOS)}
-            jump = (MOST_SHARE, 1.01 * MOST_SHARE)  # beyond which values take more bits
-            few = np.array(sorted(knots | {ratio for ratio in jump if ratios[0] < ratio < ratios[-1]}))
+        few = self._priced_ratios(ratios)
         runs = way_of(plan)
-        for way, row in zip(prices.ways, prices.table(network, few.tolist()), strict=True):
+        for way, row in zip(prices.ways, prices.table(network, few), strict=True):
             if way.exchange == "dense":
                 whole = np.array([1.0])
                 price = view.exposed(way, row[-1:], network, prices)
@@ -323,6 +330,11 @@ class Adaptive:
             elif way.exchange in learning:
                 price = np.interp(ratios, few, row)
                 yield self._judged(way, ratios, price, learning[way.exchange], runs, view, prices)
+
+    def _priced_ratios(self, ratios: Floats) -> tuple[float, ...]:
+        """Those between which all others lie; throughout warming up they are the same, and are laid out only once."""
+        low, high = self.ratios
+        return _knots(low, high if ratios[0] == low else 1.0)
 
     def _judged(
         self,
@@ -368,7 +380,8 @@ class Adaptive:
         """All ratios of two digits within bounds, and while warming up none below the line."""
         low, high = self.ratios
         if step < self.warmup:
-            low = max(low, 1 - (1 - high) * step / self.warmup)
+            line = 1 - (1 - high) * step / self.warmup
+            low = max(low, math.ceil(100 * line - 1e-9) / 100)  # which is of two digits, as all are
             high = max(low, high)
         return two_digit_ratios(low, high)
 
@@ -439,6 +452,20 @@ def two_digit_ratios(low: float, high: float) -> Floats:
     decades = range(math.floor(math.log10(low)), 1)
     between = (float(f"{digits}e{decade - 1}") for decade in decades for digits in range(10, 100))
     return np.array(sorted({low, high} | {ratio for ratio in between if low < ratio < high}))
+
+
+@functools.cache
+def _knots(low: float, high: float) -> tuple[float, ...]:
+    """The few ratios that are priced; rounded, as NumPy's last bit is not the same on every processor."""
+    if low == high:
+        return (low,)
+    jump = (MOST_SHARE, 1.01 * MOST_SHARE)  # beyond which values take more bits
+    inner = {rounded(ratio) for ratio in np.geomspace(low, high, PRICED_RATIOS)}
+    return tuple(sorted(inner | {ratio for ratio in jump if low < ratio < high}))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _by_cost(candidate: Candidate) -> tuple[float, str]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from thinwire.types import Plan
 
+UNFELT = 0.01  # of a step: what a change of latency makes of it at most is no reason for anything
+
 
 class Candidate(NamedTuple):
     """One plan as it was judged.
@@ -93,6 +95,15 @@ class Standing:
     def known_beta(self) -> float | None:
         """What was known when it was decided, whatever was hoped for."""
         return None if self.beta is None else self.beta * self.hope
+
+    def feels(self, alpha: float, world_size: int) -> bool:
+        """Whether this latency makes a difference to any way: a ring, which has the most, waits for it 2 (N - 1) times.
+
+        Where it is a hundredth of a millisecond it is twice that or half of it in no time.
+        """
+        if self.alpha is None or self.seconds is None:
+            return True
+        return 2 * (world_size - 1) * abs(alpha - self.alpha) >= UNFELT * self.seconds
 
     def is_left_alone_by(self, decision: Decision) -> bool:
         """Whether something was hoped for, and it would change nothing: then nothing can come of that hope."""

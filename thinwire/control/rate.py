@@ -104,7 +104,7 @@ class Rates:
         if not sample.brief or not is_known or self.beta is None:
             return False
         known = 1 / self.beta
-        return known / (self._world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known * FAR
+        return known / max(1, self._world_size - 1) <= sample.value * (1 + NOTICEABLE) and sample.value < known * FAR
 
     def _forget_before_a_jump(self, agreed: float | None) -> None:
         """Do not wait for the median to follow where the last steps leave no doubt.

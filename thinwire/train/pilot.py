@@ -18,7 +18,7 @@ import torch.distributed as dist
 from thinwire.collectives import ALL_GATHERS
 from thinwire.compress.histogram import Histogram
 from thinwire.control.adaptive import Adaptive
-from thinwire.control.agreement import ALPHAS, BETAS, START, off
+from thinwire.control.agreement import ALPHAS, BETAS, START, moved, off
 from thinwire.control.decision import Decision, Standing
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.monitor import Monitor
@@ -39,6 +39,7 @@ TELL_EVERY, TELL_SECONDS = 4, 0.3  # between two tellings beside exchanges that 
 SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
 SURVEY_SECONDS = 0.02  # a message whose bytes take so long says enough about the rate
 SURVEY_PATIENCE = 1.0  # seconds after which no longer message is sent, whatever is known
+SURVEYED_AGAIN, ALIKE = 3, 1.2  # times at most, until two rates are so near each other
 PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
 ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
@@ -192,7 +193,13 @@ class Pilot:
     def _is_elsewhere(self) -> bool:
         """Whether the network is another than when it was decided; the same on all ranks."""
         view, standing = self.view, self.standing
-        return _is_another((view.alpha, standing.alpha), (view.beta, standing.known_beta))
+        return _is_another((view.beta, standing.known_beta)) or (
+            _is_another((view.alpha, standing.alpha)) and self._is_felt(view.alpha)
+        )
+
+    def _is_felt(self, alpha: float | None) -> bool:
+        """Whether it matters that the latency is this, and not what it was when it was decided."""
+        return alpha is not None and self.standing.feels(alpha, self.link.world_size)
 
     def _is_heard(self, step: int) -> bool:
         """Whether a step's numbers will be taken in, whatever they are; the same on all ranks."""
@@ -221,12 +228,18 @@ class Pilot:
             return True
         if self._is_elsewhere() or self.view.hope.is_urgent or self._is_heard(self._asked.step):
             return True
-        if told.beta_known > 0 or abs(told.alpha_off) > NEWS * told.alpha_known:
+        if told.beta_known > 0 or self._is_news_of_latency(told):
             return True
         if told.energy_sent < FALLEN * told.energy * (self.standing.gain or 0.0):
             return True
         N = self.link.world_size
         return told.timed == N and is_off(told.step_seconds / N, expected or took, ALARMING)
+
+    def _is_news_of_latency(self, told: Told) -> bool:
+        if abs(told.alpha_off) <= NEWS * told.alpha_known:
+            return False
+        N = self.link.world_size
+        return self._is_felt(moved(self.view.alpha, told.alpha_off, told.alpha_known, N, START.alpha, ALPHAS))
 
     def hear(self, told: Told, step: int) -> None:
         """Take in the sums of what all ranks told last, and decide for `step`. A decision may keep the plan."""
@@ -378,7 +391,18 @@ class Pilot:
             by_rate = nbytes * (self.view.beta or 0.0)  # too long by far if a sender had to wait for a processor
             if min(by_rate, seconds) >= SURVEY_SECONDS or seconds >= SURVEY_PATIENCE:
                 break
+        self._survey_again(nbytes, seconds)
         self._decide(0)
+
+    def _survey_again(self, nbytes: int, seconds: float) -> None:
+        """Send the last message again until the rate stays what it was: one may have waited for a busy processor."""
+        for _ in range(SURVEYED_AGAIN):
+            before = self.view.beta
+            if before is None or seconds >= SURVEY_PATIENCE / SURVEYED_AGAIN:
+                return
+            seconds = self._agree_on_survey(nbytes)
+            if self.view.beta is None or not is_off(self.view.beta, before, ALIKE):
+                return
 
     def _agree_on_survey(self, nbytes: int) -> float:
         """Everyone sends so many bytes to the next rank; then all tell what they know. Gives the median time."""
