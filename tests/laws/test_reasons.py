@@ -11,7 +11,7 @@ from thinwire.control.decision import UNFELT, Decision, Standing
 from thinwire.control.explain import explain
 from thinwire.control.gain import GainCurve
 from thinwire.control.hope import FACTOR, PATIENCE, Hope
-from thinwire.control.prices import Prices, Way, way_of, ways
+from thinwire.control.prices import Prices, way_of, ways
 from thinwire.control.view import Running, Seen, View
 from thinwire.exchange import complete
 from thinwire.types import Network, Plan, StepRecord, Told
@@ -199,12 +199,35 @@ def test_seconds_are_said_as_seconds_and_columns_stand_below_each_other() -> Non
     assert "e+" not in text and "2.5 s in step 9, predicted" in text
     rows = [line for line in text.splitlines() if line[2:].startswith(("plan ", "dense", "topk", "star"))]
     assert len(rows) > 5 and len({len(row) for row in rows}) == 1
-    longest = max(len(str(_plan_of(way))) for way in PRICES.ways)
-    assert longest <= rows[0].index("step") - 6
+    assert {row[rows[0].index("ratio") + 4] for row in rows[1:]} <= {"1", ")"}
 
 
-def _plan_of(way: Way) -> Plan:
-    return Plan(exchange=way.exchange, collective=way.collective, broadcast=way.broadcast, ratio=0.0099)
+@pytest.mark.parametrize("exchanges", [("topk-allgather", "star-topk"), ("layerwise-topk", "var-topk")])
+@pytest.mark.parametrize("network", [Network(alpha=1e-6, beta=1e-10), Network(alpha=5e-2, beta=8e-8)])
+@pytest.mark.parametrize("ratio", [0.00103, 0.1, 1.0])
+def test_what_is_said_fits_a_terminal_that_is_not_wide(
+    exchanges: tuple[str, ...], network: Network, ratio: float
+) -> None:
+    controller = Adaptive(exchanges=exchanges, ratios=(ratio, ratio))
+    prices = Prices(2_000_000, 4, 4, controller.ways(4, has_group=True))
+    view = KNOWN._replace(alpha=network.alpha, beta=network.beta)
+    first = controller.decide(view, Standing(plan=complete("dense", 1.0)), 5, prices)
+    assert first is not None
+    for i in range(len(first.candidates)):  # every way comes to stand in the table
+        some = replace(first, candidates=first.candidates[i:], plan=first.candidates[i].plan)
+        text = explain(some, controller.standing_after(some, view), view, None, confidence=(0.9, 0.25))
+        assert max(map(len, text.splitlines())) <= 80, text
+        assert f"{some.plan}," in " ".join(text.split())
+
+
+def test_how_values_are_sent_is_said_once_and_not_in_every_row() -> None:
+    prices = Prices(2_000_000, 4, 4, Adaptive().ways(4, has_group=True))
+    view = KNOWN._replace(alpha=0.05)
+    decision = Adaptive().decide(view, Standing(plan=complete("dense", 1.0)), 5, prices)
+    assert decision is not None and decision.plan.values == "log4"
+    text = explain(decision, Adaptive().standing_after(decision, view), view, None)
+    assert text.count("log4") == 2  # with the plan that was chosen, and below the table
+    assert "topk-allgather: with log4 values." in " ".join(text.split())
 
 
 def test_what_was_seen_is_said_with_how_far_it_is_trusted() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
+
 from thinwire.control.decision import Candidate, Decision, Standing
 from thinwire.control.view import View
 from thinwire.control.wording import rate_of, short
-from thinwire.types import Plan, StepRecord
+from thinwire.types import Plan, StepRecord, way_in_words
 
 SHOWN = 8  # candidates
-WIDTH = 61  # of the longest plan
+WIDTH = 80  # of a terminal that nobody has made wider
 
 
 def explain(
@@ -31,25 +34,29 @@ def explain(
     what = str(plan) if decision.plan != decision.before else f"still {plan}"
     shown = [c for i, c in enumerate(decision.candidates) if i < SHOWN or c.plan == decision.plan]
     lines = [
-        f"From step {decision.step} on: {what}, because {decision.trigger}.",
+        f"From step {decision.step}: {what},",
+        f"because {decision.trigger}.",
         _network(decision.alpha, decision.beta, decision.hope) + ".",
         _of_a_step(decision, standing.guessed),
         "Gain of the largest entries: " + ", ".join(f"{gain:.3g} at {c}" for c, gain in decision.gains.items()) + ".",
         "",
-        f"  {'plan':<{WIDTH}} {'step':>9} {'gain':>6} {'steps':>6} {'cost':>9}",
-        *(_row(candidate, decision.plan) for candidate in shown),
+        *_table(shown, decision.plan),
     ]
     if len(decision.candidates) > len(shown):
         lines.append(f"  and {len(decision.candidates) - len(shown)} more")
-    lines += _why_not_the_first(decision, objective)
-    lines += ["", "step: predicted; steps: times those of dense training; cost: their product."]
+    lines += [*_why_not_the_first(decision, objective), "", _legend(shown)]
     if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
         predicted = "" if standing.guessed else f", predicted {short(decision.seconds)}"
         lines.append(f"Measured since: {short(last.step_seconds)} in step {last.step}{predicted}.")
     if confidence is not None:
         alpha, beta = confidence
         lines.append(f"This rank trusts its own latency by {alpha:.0%}, and its own rate by {beta:.0%}.")
-    return "\n".join(lines)
+    return "\n".join(line for each in lines for line in _wrapped(each))
+
+
+def _wrapped(line: str) -> list[str]:
+    """A sentence as lines that fit; what is set in columns stays as it is."""
+    return [line] if line.startswith(("  ", "* ")) else textwrap.wrap(line, WIDTH, break_on_hyphens=False) or [""]
 
 
 def _why_not_the_first(decision: Decision, objective: str | None) -> list[str]:
@@ -71,10 +78,35 @@ def _without_decision(standing: Standing, fixed: bool) -> str:
     return f"since step {standing.since}, as it was decided before this run was resumed"
 
 
-def _row(candidate: Candidate, chosen: Plan) -> str:
-    mark = "*" if candidate.plan == chosen else " "
-    seconds, cost = short(candidate.seconds), short(candidate.cost)
-    return f"{mark} {candidate.plan!s:<{WIDTH}} {seconds:>9} {candidate.gain:>6.3f} {candidate.steps:>6.2f} {cost:>9}"
+def _table(candidates: Sequence[Candidate], chosen: Plan) -> list[str]:
+    """Below each other, with a star at what was chosen, and as wide as what stands in it."""
+    rows = [("plan", "ratio", "step", "gain", "steps", "cost"), *map(_row, candidates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = "  " if 2 + sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
+    marks = [" ", *("*" if candidate.plan == chosen else " " for candidate in candidates)]
+    return [
+        f"{mark} " + gap.join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
+        for mark, (name, *numbers) in zip(marks, rows, strict=True)
+    ]
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+    plan = candidate.plan
+    way = way_in_words(plan.exchange, plan.collective, plan.broadcast, "float32").removesuffix(" broadcast")
+    ratio = "1" if plan.exchange == "dense" else f"{plan.ratio:.3g} ({float(f'{1 / plan.ratio:.3g}'):g}x)"
+    seconds, cost = (short(number).replace(" ", "") for number in (candidate.seconds, candidate.cost))
+    return way, ratio, seconds, f"{candidate.gain:.3f}", f"{candidate.steps:.2f}", cost
+
+
+def _legend(candidates: Sequence[Candidate]) -> str:
+    """What the columns are, and what many plans of a table share and is not said in every row of it."""
+    said = ["step: predicted; steps: times those of dense training; cost: their product."]
+    broadcasts = sorted({c.plan.broadcast for c in candidates} - {"tree"})
+    said += [f"{name}: how the indices are broadcast." for name in broadcasts]
+    for values in sorted({c.plan.values for c in candidates} - {"float32"}):
+        names = dict.fromkeys(c.plan.exchange for c in candidates if c.plan.values == values)
+        said.append(f"{', '.join(names)}: with {values} values.")
+    return " ".join(said)
 
 
 def _network(alpha: float | None, beta: float | None, hope: int = 1) -> str:
