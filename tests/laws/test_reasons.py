@@ -253,6 +253,13 @@ def test_what_was_guessed_is_not_said_to_be_measured_or_predicted() -> None:
     assert "predicted 2" not in text and "Measured since: 200 ms in step 9." in text
 
 
+def test_gains_that_nobody_has_measured_are_said_to_be_those_of_a_usual_model() -> None:
+    usual = "Gain of the largest entries in a usual model, as none was measured: 0.835 at 0.1,"
+    assert usual in " ".join(explained(View(alpha=1e-3, beta=8e-8)).split())
+    for curve in (GainCurve().with_kept(0.1, 0.5), GainCurve().with_measured("star-topk", 0.01, 0.1)):
+        assert "usual" not in explained(View(alpha=1e-3, beta=8e-8, gains=curve))
+
+
 @pytest.mark.parametrize("network", [Network(alpha=1e-3, beta=8e-8), Network(alpha=0.05, beta=1e-5)])
 def test_every_way_is_among_the_candidates(network: Network) -> None:
     view = KNOWN._replace(alpha=network.alpha, beta=network.beta)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from thinwire.control.decision import Candidate, Decision, Standing
+from thinwire.control.gain import GainCurve
 from thinwire.control.view import View
 from thinwire.control.wording import rate_of, short
 from thinwire.types import Plan, StepRecord, way_in_words
@@ -38,7 +39,7 @@ def explain(
         f"because {decision.trigger}.",
         _network(decision.alpha, decision.beta, decision.hope) + ".",
         _of_a_step(decision, standing.guessed),
-        "Gain of the largest entries: " + ", ".join(f"{gain:.3g} at {c}" for c, gain in decision.gains.items()) + ".",
+        _gains(decision),
         "",
         *_table(shown, decision.plan),
     ]
@@ -121,4 +122,13 @@ def _of_a_step(decision: Decision, guessed: bool) -> str:
         return f"No step had been measured: {short(decision.rest)} outside the exchange are a guess."
     return (
         f"Of a step, {short(decision.rest)} are outside the exchange and {short(decision.compress)} go to compressing."
+    )
+
+
+def _gains(decision: Decision) -> str:
+    """What is held of every gradient before one was seen is no measurement."""
+    usual = [gain for _, gain in GainCurve().points()]
+    whose = " in a usual model, as none was measured" if list(decision.gains.values()) == usual else ""
+    return (
+        f"Gain of the largest entries{whose}: {', '.join(f'{gain:.3g} at {c}' for c, gain in decision.gains.items())}."
     )
