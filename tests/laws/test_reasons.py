@@ -196,7 +196,7 @@ def explained(view: View, measured: float = 0.2) -> str:
 
 def test_seconds_are_said_as_seconds_and_columns_stand_below_each_other() -> None:
     text = explained(KNOWN._replace(beta=8e-6), measured=2.5)
-    assert "e+" not in text and "2.5 s in step 9, predicted" in text
+    assert "e+" not in text and "2.5 s in step 9, on this rank alone" in text
     rows = [line for line in text.splitlines() if line[2:].startswith(("plan ", "dense", "topk", "star"))]
     assert len(rows) > 5 and len({len(row) for row in rows}) == 1
     assert {row[rows[0].index("ratio") + 4] for row in rows[1:]} <= {"1", ")"}
@@ -235,7 +235,15 @@ def test_what_was_seen_is_said_with_how_far_it_is_trusted() -> None:
     assert "The network: 1 ms one way, 100 Mbit/s per host." in text
     assert "Of a step, 50 ms are outside the exchange and " in text
     assert "Gain of the largest entries: " in text and " at 0.001." in text
-    assert "trusts its own latency by 90%, and its own rate by 25%." in text
+    assert text.endswith("Confidence of this rank's own measurements: latency 90 %, rate 25 %.")
+
+
+def test_what_was_measured_since_is_what_all_ranks_told_of_or_else_said_to_be_of_one_rank_and_step() -> None:
+    alone = "Measured since: 200 ms in step 9, on this rank alone; predicted: "
+    assert alone in " ".join(explained(KNOWN).split())
+    assert alone in " ".join(explained(KNOWN._replace(took=0.3, step=5)).split())  # of the step before the decision
+    told = explained(KNOWN._replace(took=0.3, step=6))
+    assert "Measured since: 300 ms in one step, the mean over all ranks; predicted: " in told and "alone" not in told
 
 
 def test_a_knee_is_not_explained_by_costs() -> None:
@@ -250,7 +258,7 @@ def test_a_knee_is_not_explained_by_costs() -> None:
 def test_what_was_guessed_is_not_said_to_be_measured_or_predicted() -> None:
     text = explained(View(alpha=1e-3, beta=8e-8))
     assert "No step had been measured: 100 ms outside the exchange are a guess." in text
-    assert "predicted 2" not in text and "Measured since: 200 ms in step 9." in text
+    assert "predicted: 2" not in text and "Measured since: 200 ms in step 9, on this rank alone." in text
 
 
 def test_gains_that_nobody_has_measured_are_said_to_be_those_of_a_usual_model() -> None:

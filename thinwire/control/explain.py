@@ -46,18 +46,27 @@ def explain(
     if len(decision.candidates) > len(shown):
         lines.append(f"  and {len(decision.candidates) - len(shown)} more")
     lines += [*_why_not_the_first(decision, objective), "", _legend(shown)]
-    if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
-        predicted = "" if standing.guessed else f", predicted {short(decision.seconds)}"
-        lines.append(f"Measured since: {short(last.step_seconds)} in step {last.step}{predicted}.")
+    if (since := _measured_since(decision, view, last)) is not None:
+        predicted = "" if standing.guessed else f"; predicted: {short(decision.seconds)}"
+        lines.append(f"Measured since: {since}{predicted}.")
     if confidence is not None:
-        alpha, beta = confidence
-        lines.append(f"This rank trusts its own latency by {alpha:.0%}, and its own rate by {beta:.0%}.")
+        alpha, beta = (f"{100 * trust:.0f} %" for trust in confidence)
+        lines.append(f"Confidence of this rank's own measurements: latency {alpha}, rate {beta}.")
     return "\n".join(line for each in lines for line in _wrapped(each))
 
 
 def _wrapped(line: str) -> list[str]:
     """A sentence as lines that fit; what is set in columns stays as it is."""
     return [line] if line.startswith(("  ", "* ")) else textwrap.wrap(line, WIDTH, break_on_hyphens=False) or [""]
+
+
+def _measured_since(decision: Decision, view: View, last: StepRecord | None) -> str | None:
+    """A step since then: as all ranks told of it, or else as this rank alone saw its last; None if none was timed."""
+    if view.took is not None and view.step > decision.step:  # since ranks tell of the step before
+        return f"{short(view.took)} in one step, the mean over all ranks"
+    if last is not None and last.step_seconds == last.step_seconds and last.step >= decision.step:
+        return f"{short(last.step_seconds)} in step {last.step}, on this rank alone"
+    return None
 
 
 def _why_not_the_first(decision: Decision, objective: str | None) -> list[str]:
