@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,28 @@ def test_a_synchronizers_first_steps_compile_nothing(exchange: str, dtype: str) 
     steps = f"from tests.unit.test_rehearsal import first_steps; first_steps({exchange!r}, {dtype!r})"
     done = subprocess.run([sys.executable, "-c", steps], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def rehearsed() -> None:
+    """In a process of its own: however fast it is, what it has to say."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+    rehearsal.NOTICEABLE_SECONDS = 0.0
+    rehearse(("topk-allgather",), "float32", torch.float32)
+
+
+def test_it_is_said_that_something_was_compiled_only_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+
+    def said() -> str:
+        steps = "from tests.unit.test_rehearsal import rehearsed; rehearsed()"
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", steps]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "compiled what computes" in said()
+    assert "compiled" not in said()
 
 
 def test_it_is_done_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

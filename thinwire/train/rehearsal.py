@@ -15,9 +15,11 @@ import time
 import torch
 from torch import nn
 
+from thinwire.compress import base
 from thinwire.compress.base import has_kernels, multiply
 from thinwire.compress.histogram import Histogram
 from thinwire.compress.quantize import Compressor, Draw
+from thinwire.control import prices
 from thinwire.control.prices import Prices, ways
 from thinwire.exchange import TOLD, build, complete, values_for
 from thinwire.link.base import Link
@@ -40,13 +42,19 @@ def rehearse(exchanges: tuple[str, ...], values: str, dtype: torch.dtype) -> Non
     numbers = torch.ones(ENTRIES, dtype=dtype)
     if not has_kernels(numbers):
         return
-    begin = time.monotonic()
+    begin, before = time.monotonic(), _times_compiled()
     Prices(ENTRIES, 4, 2, ways(2, has_group=False)).table(Network(alpha=1e-3, beta=1e-9), RATIOS)
     Histogram.of(numbers)
     multiply(numbers, 0.5)
     ThreadWorld(2).run(lambda link: _exchange(link, exchanges, values, dtype))
-    if time.monotonic() - begin > NOTICEABLE_SECONDS:
+    if time.monotonic() - begin > NOTICEABLE_SECONDS and _times_compiled() > before:
         log.info("compiled what computes in %.1f s; it is kept for the next time", time.monotonic() - begin)
+
+
+def _times_compiled() -> int:
+    """How often numba has compiled something in this process, without what it only loaded from disk."""
+    functions = [*vars(base.kernels).values(), prices._compiled()]
+    return sum(sum(each.stats.cache_misses.values()) for each in functions if hasattr(each, "stats"))
 
 
 def rehearse_compressor(compressor: Compressor, dtype: torch.dtype) -> None:
