@@ -81,11 +81,35 @@ def test_gossip_stands_beside_them_with_its_price_in_consensus() -> None:
 
 
 def test_a_person_sees_both_prices_of_gossip() -> None:
-    arguments = ["plan", *"--hosts 8 --params 1000 --ratio 0.01".split()]
-    lines = runner.invoke(app, arguments, env={"COLUMNS": "160"}).output.splitlines()
-    assert "spectral gap" in lines[1]
-    assert [line.split()[-1] for line in lines if line.startswith("dcd int8 over ring")] == ["0.195"]
-    assert sum("one-peer" in line and line.rstrip().endswith("1 in 3 steps") for line in lines) == 2
+    lines = _printed("--hosts 8 --params 1000 --ratio 0.01")
+    assert [line.split()[-1] for line in lines if line.split()[:3] == ["dcd", "int8", "ring"]] == ["0.195"]
+    assert sum("one-peer" in line and line.endswith("1 in 3") for line in lines) == 2
+
+
+def test_the_first_line_is_the_best_exchange_and_gossip_stands_apart() -> None:
+    arguments = f"{RESNET18} --ratio 0.01"  # where a step of gossip is faster than any average
+    figures, lines = _figures(arguments), _printed(arguments)
+    assert min(each["seconds"] for each in figures["gossip"].values()) < min(figures["seconds"].values())
+    assert lines[2].startswith("topk-allgather over direct, log4 ") and lines[2].endswith("  best")
+    assert figures["best"] == "topk-allgather over direct, log4 values"
+    assert sum(line.endswith("best") for line in lines) == 1
+    title = next(i for i, line in enumerate(lines) if line.startswith("Gossip: "))
+    assert "not comparable one to one" in lines[title]
+    assert all(line.startswith(("topk", "star", "dense")) for line in lines[2 : title - 1])
+    assert not any("gap" in line for line in lines[:title]) and any("gap" in line for line in lines[title:])
+
+
+def test_no_name_is_broken_on_80_columns_and_the_papers_prices_have_no_gap() -> None:
+    lines = _printed("--hosts 8 --params 25557032 --ratio 0.0123")
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith(("topk", "star", "dense")) for line in lines) == len(ways(8, has_group=True))
+    assert "gap" not in " ".join(_printed(f"{RESNET18} --ratio 0.01 --prices paper"))
+
+
+def _printed(arguments: str) -> list[str]:
+    result = runner.invoke(app, ["plan", *arguments.split()], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.output.splitlines()]
 
 
 @pytest.mark.parametrize("prices", ["ours", "paper"])
@@ -124,6 +148,9 @@ def test_with_a_ratio_there_is_no_picture() -> None:
         ("--gains vgg", "none of resnet18, resnet50, alexnet, vit"),
         ("--gains 0.1=0.2,0.01=0.3", "a gain cannot fall"),
         ("--low 0.5", "0 < low <= high <= 1"),
+        ("--ratio 0.1 --gains vit", "--gains is for the front, which is not drawn with --ratio"),
+        ("--low 0.001 --ratio 0.1", "--low is for the front, which is not drawn with --ratio"),
+        ("--high 0.1 --ratio 0.1", "--high is for the front, which is not drawn with --ratio"),
         ("--hosts 1000", "more than 128 hosts"),
     ],
 )

@@ -111,6 +111,7 @@ class _Prices(NamedTuple):
 
 
 def plan(
+    context: typer.Context,
     params: Params,
     hosts: Hosts = 8,
     latency: Latency = "1ms",
@@ -126,10 +127,11 @@ def plan(
 ) -> None:
     """Price every way of exchanging gradients on a network that need not exist.
 
-    With --ratio: one table, the fastest first. Gossip mixes models with neighbours instead of averaging over all: its
-    spectral gap says how much of the nodes' disagreement a step takes away, where an exchange takes all of it.
+    With --ratio: a table of exchanges, the fastest first, and one of gossip, which mixes models with neighbours
+    instead of averaging over all: its spectral gap says how much of the nodes' disagreement a step takes away, where
+    an exchange takes all of it.
 
-    Without: the Pareto front of time against gain too, and the table at its knee
+    Without: the Pareto front of time against gain too, and the tables at its knee
     (the paper's choice: weights 0.6 for time and 0.4 for 1/gain).
 
     Nothing is started and nothing is sent.
@@ -137,7 +139,7 @@ def plan(
     from thinwire.control import pareto
 
     with _told():
-        network, chosen, points = _network(latency, rate, overhead), _checked(ratio), None
+        network, chosen, points = _network(latency, rate, overhead), _checked(ratio, context), None
         price_list = _price_list(prices, values, network, params, hosts, low, high)
         if chosen is None:
             gain = _gain(gains)
@@ -148,8 +150,10 @@ def plan(
     if json:
         print_figures(_figures(lines, gossip, chosen, points))
         return
-    lines = sorted([*lines, *gossip], key=lambda line: line.seconds)
-    _print_table(lines, price_list, f"{params:,} parameters, {hosts} hosts, {latency}, {rate}, ratio {chosen:.3g}")
+    title = f"{params:,} parameters, {hosts} hosts, {latency}, {rate}, ratio {chosen:.3g}"
+    _print_exchanges(lines, price_list, title)
+    if gossip:
+        _print_gossip(gossip, price_list)
     if points is not None:
         _print_front(points, chosen, gains)
 
@@ -171,9 +175,16 @@ def _network(latency: str, rate: str, overhead: str) -> Network:
     return Network(alpha=units.seconds(latency), beta=1 / units.rate(rate), overhead=units.seconds(overhead))
 
 
-def _checked(ratio: float | None) -> float | None:
-    if ratio is not None and not 0 < ratio <= 1:
+def _checked(ratio: float | None, context: typer.Context) -> float | None:
+    """What is for the front alone says nothing where there is none."""
+    if ratio is None:
+        return None
+    if not 0 < ratio <= 1:
         raise ValueError(f"--ratio must be in (0, 1], got {ratio}.")
+    for name in ("gains", "low", "high"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise ValueError(f"--{name} is for the front, which is not drawn with --ratio: leave one of them out.")
     return ratio
 
 
@@ -289,20 +300,48 @@ def _figures(lines: list[_Line], gossip: list[_Line], ratio: float, points: Fron
     return figures
 
 
-def _print_table(lines: list[_Line], prices: _Prices, title: str) -> None:
+def _print_exchanges(lines: list[_Line], prices: _Prices, title: str) -> None:
+    """The fastest first, which is marked."""
+    rows = [
+        (line.name.removesuffix(" broadcast").removesuffix(" values"), *_numbers(line), "" if i else "best")
+        for i, line in enumerate(lines)
+    ]
+    _print_table(title, ("exchange", "time", *prices.columns, ""), rows, texts=1)
+
+
+def _print_gossip(lines: list[_Line], prices: _Prices) -> None:
+    """Apart from exchanges, since a step of one is not what a step of the other is."""
+    rows = []
+    for line in sorted(lines, key=lambda line: line.seconds):
+        method, _, graph = line.name.partition(" over ")
+        gap = f"{line.gap:.3g}" + (f" in {line.turns}" if line.turns > 1 else "")
+        rows.append((method, graph, *_numbers(line), gap))
+    title = (
+        "\nGossip: one step of mixing with neighbours, not comparable one to one with an\n"
+        "average over all. The spectral gap is the share of disagreement that it takes\n"
+        'away, an average takes all; "1 in 3" is said of three steps together.'
+    )
+    _print_table(title, ("method", "over", "time", *prices.columns, "spectral\ngap"), rows, texts=2)
+
+
+def _numbers(line: _Line) -> tuple[str, ...]:
+    from thinwire.lab.units import format_seconds
+
+    return format_seconds(line.seconds), f"{line.messages:.3g}", f"{line.nbytes:,.0f}"
+
+
+def _print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], texts: int) -> None:
+    """The first columns are words and the others numbers, set so that names need not wrap on 80 columns."""
     from rich.console import Console
     from rich.table import Table
 
-    from thinwire.lab.units import format_seconds
-
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
-    table.add_column("exchange")
-    for column in ("time", *prices.columns, "spectral gap"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        volume = f"{line.messages:.3g}", f"{line.nbytes:,.0f}"
-        gap = f"{line.gap:.3g}" + (f" in {line.turns} steps" if line.turns > 1 else "")
-        table.add_row(line.name, format_seconds(line.seconds), *volume, gap)
+    gap = 2 if texts == 1 else 1
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < texts else "right")
+    for row in rows:
+        table.add_row(*row)
+    typer.echo(title)
     Console().print(table)
 
 
