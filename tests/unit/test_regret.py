@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from thinwire.bench.regret import STEPS, _Bench, _line, _steps_to, summarise
+from thinwire.link.thread import ThreadLink, ThreadWorld
+from thinwire.types import Network
 
 BEFORE, TRUTH, NEAR = 0.001, 0.02, 0.021
 
@@ -67,6 +69,20 @@ def test_a_cell_is_never_near_if_one_of_the_numbers_that_changed_is_not() -> Non
     never = STEPS + 1
     cells = [a_cell(alpha_steps=never), a_cell(alpha_steps=None, beta_steps=never), a_cell(beta_steps=None)]
     assert summarise([*cells, a_cell(alpha_steps=None, beta_steps=None)])["never_near"] == 2
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 0.01), (9, 0.09), (10, 0.09), (11, 0.1), (20, 0.18)])
+def test_nine_of_ten_regrets_are_at_most_the_ninetieth_percentile(number: int, expected: float) -> None:
+    assert summarise([a_cell(regret=i / 100) for i in range(number, 0, -1)])["p90_regret"] == expected
+
+
+@pytest.mark.parametrize("size", [1, 150])
+def test_a_gradient_may_have_any_number_of_entries(size: int) -> None:
+    def program(link: ThreadLink) -> int:
+        bench = _Bench(link, size, 0.01)
+        return int(bench._step(bench._going_on())["seconds"] != 0)  # NaN, of the first
+
+    assert ThreadWorld(2, Network(alpha=1e-3, beta=1e-8)).run(program) == [1, 1]
 
 
 def test_a_figure_that_no_cell_has_is_none() -> None:
