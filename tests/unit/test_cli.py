@@ -158,6 +158,28 @@ def a_lab() -> Any:
     return SimpleNamespace(id="a", hosts=2, schedule=schedule, mtu=1500, truth="truth.jsonl", overloaded=False)
 
 
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ("regret --hosts 0", "--hosts"),
+        ("regret --hosts 4 --hosts 1", "--hosts"),
+        ("regret --params 0", "--params"),
+        ("quantize --compressor int8 --compressor foo", "unknown compressor 'foo'. Known are: none, int1"),
+    ],
+)
+def test_what_a_benchmark_cannot_measure_is_refused_before_it_begins(
+    asked: str, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr("thinwire.bench.regret.main", refuse)
+    monkeypatch.setattr("thinwire.bench.quantize.measure", refuse)
+    result = runner.invoke(app, ["bench", *asked.split()])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert pattern in result.stderr and "Traceback" not in result.stderr
+
+
 def a_benchmark_that_tells_how_it_goes(*_: object, as_json: bool) -> None:
     sys.stdout.buffer.write(b"[0] 100000 entries: star-topk\n")  # as the lab passes on what hosts print
     print("so far so good", end="", flush=True)

@@ -40,6 +40,8 @@ def measure(spec: str, numel: int, repeats: int, seed: int) -> dict[str, float]:
 
 def main(specs: list[str], numel: int, repeats: int, seed: int, as_json: bool) -> None:
     """Print the figures, and with `as_json` all of them again as one JSON line at the end."""
+    for spec in specs:
+        build(spec)  # a name that is unknown is told before anything is measured
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     figures = {spec: measure(spec, numel, repeats, seed) for spec in specs or SPECS}

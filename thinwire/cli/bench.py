@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire.cli.help import Command, Group, examples
+from thinwire.cli.mistakes import told
 from thinwire.cli.options import Json, Ratio
 
 app = typer.Typer(
@@ -91,7 +92,7 @@ def quantize(
     """Packing and unpacking of everything that gossip can compress to."""
     from thinwire.bench import quantize
 
-    with _figures_alone(json):
+    with told("bench quantize"), _figures_alone(json):
         quantize.main(compressor or [], numel, repeats, seed, as_json=json)
 
 
@@ -104,12 +105,13 @@ def quantize(
 )
 def regret(
     hosts: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Hosts in the lab; may be given several times, else 4 and 8.")
+        list[int] | None,
+        typer.Option(min=2, max=200, metavar="N", help="Hosts in the lab; may be given several times, else 4 and 8."),
     ] = None,
     params: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="N", help="Entries of the gradient; may be given several times, else 0.1, 1 and 4 million."
+            min=1, metavar="N", help="Entries of the gradient; may be given several times, else 0.1, 1 and 4 million."
         ),
     ] = None,
     ratio: Ratio = 0.01,
@@ -118,7 +120,7 @@ def regret(
     """Is what the controller chooses the fastest? In the lab, over latencies, rates and gradient sizes."""
     from thinwire.bench import regret
 
-    with _figures_alone(json):
+    with told("bench regret"), _figures_alone(json):
         regret.main(hosts or regret.HOSTS, params or regret.SIZES, ratio, as_json=json)
 
 
