@@ -219,6 +219,10 @@ def test_records_alone_are_enough(tmp_path: Path) -> None:
     found = Page(path.read_text())
     assert found.figures == CHARTS - {"accuracy-time", "accuracy-bytes", "loss-time", "loss-bytes", "layers"}
     assert found.text["h1"] == ["mine"]
+    # Nobody promised an end, a loss or the layers, so nothing is missing.
+    assert not [a for tag, a in found.elements if tag == "span" and str(a.get("class")).startswith("pill")]
+    said = found.words("span", "p", "li")
+    assert not [word for word in ("unfinished", "Over bytes", "Accuracy:", "Loss:", "its layers") if word in said]
 
 
 # --- many records

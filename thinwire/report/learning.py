@@ -28,6 +28,8 @@ def evaluations(run: Run) -> dict[str, Floats]:
 
 
 def items(run: Run) -> list[Chart | str]:
+    if not run.settings and not run.evaluations and not len(run.losses[0]):
+        return []  # as in the records of a script, which keeps its losses to itself
     seen = evaluations(run)
     loss_time = run.trained(run.losses[0])
     over = [

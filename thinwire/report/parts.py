@@ -30,7 +30,7 @@ def without_script() -> Markup:
 
 
 def hero(run: Run) -> Markup:
-    ended = run.how_it_ended or "unfinished"
+    ended = run.how_it_ended or ("unfinished" if run.settings else "")  # only a job says at its end that it is over
     known = ended if ended in ("done", "interrupted", "failed", "unfinished") else ""
     facts = [run.method, *(run.settings.get(key, "") for key in ("task", "model"))]
     facts += [words.count(run.hosts, "host")] if run.hosts else []
@@ -40,7 +40,12 @@ def hero(run: Run) -> Markup:
     return tag(
         "div",
         tag("h1", run.name),
-        tag("p", tag("span", ended, class_=f"pill {known}".strip()), " · ".join(filter(None, facts)), class_="sub"),
+        tag(
+            "p",
+            tag("span", ended, class_=f"pill {known}".strip()) if ended else "",
+            " · ".join(filter(None, facts)),
+            class_="sub",
+        ),
         tag("p", run.message, class_="sub") if run.message else "",
         tag("pre", "\n".join(run.log), tabindex=0) if run.log else "",
         tiles(run),

@@ -46,7 +46,7 @@ def _saved(run: Run) -> str:
 def per_layer(run: Run) -> Chart | str:
     """What each layer had of the bytes that were sent, beside what it has of a dense gradient."""
     if not sum(numel for _, numel in run.layers):
-        return "Bytes per layer: the run did not record its layers."
+        return "Bytes per layer: the run did not record its layers." if run.settings else ""
     numels = np.array([numel for _, numel in run.layers], np.float64)
     sent, dense = np.array(run.sent_of_layers), float(np.nansum(run.columns["dense_bytes"]))
     known = len(sent) > 0 and dense > 0
