@@ -302,3 +302,17 @@ def test_wrong_settings_are_refused_at_once_by_name(wrong: dict[str, Any]) -> No
 def test_what_belongs_to_a_fixed_exchange_is_refused_where_it_would_have_no_effect(fixed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="adaptive chooses for itself"):
         Synchronizer(a_net(400), link=ThreadWorld(1).links[0], **fixed)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "advice"),
+    [
+        ({"ratio": 0.1}, r"Set its bounds by exchange=thinwire\.Adaptive\(ratios=\(0\.001, 0\.1\)\), or name"),
+        ({"values": "float16"}, r"Set its bounds by exchange=thinwire\.Adaptive\(values='float16'\), or name"),
+        ({"collective": "tree"}, r"chooses for itself\. Name an exchange to fix its collective, like exchange="),
+        ({"broadcast": "scatter"}, r"chooses for itself\. Name an exchange to fix its broadcast, like exchange="),
+    ],
+)
+def test_what_is_advised_instead_of_a_fixed_setting_can_be_done(fixed: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        Synchronizer(a_net(400), link=ThreadWorld(1).links[0], **fixed)

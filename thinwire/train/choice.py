@@ -38,13 +38,15 @@ def chosen(
 
 
 def _refuse_settings_of_a_plan(**given: Any) -> None:
-    defaults = {"broadcast": "tree"}
+    """What bounds a choice has no counterpart of a collective or a broadcast: those are fixed with an exchange."""
+    defaults, bounds = {"broadcast": "tree"}, {"ratio": "ratios=(0.001, 0.1)", "values": f"values={given['values']!r}"}
     for name, value in given.items():
         if value != defaults.get(name):
-            setting = f"values={value!r}" if name == "values" else "ratios=(0.001, 0.1)"
+            instead = f"Name an exchange to fix its {name}, like exchange='star-topk'."
+            if name in bounds:
+                instead = f"Set its bounds by exchange=thinwire.Adaptive({bounds[name]}), or name an exchange."
             raise ValueError(
-                f"{name}={value!r} belongs to a fixed exchange, and adaptive chooses for itself. Set its bounds by "
-                f"exchange=thinwire.Adaptive({setting}), or name an exchange."
+                f"{name}={value!r} belongs to a fixed exchange, and adaptive chooses for itself. {instead}"
             )
 
 
