@@ -306,6 +306,8 @@ def test_explain_says_at_every_moment_what_runs(capsys: pytest.CaptureFixture[st
         sync = Synchronizer(net, Adaptive(objective="knee"), link=link)
         if link.world_size == 1:
             assert said(sync, capsys).startswith("dense over ring, until the network has been measured.")
+            step(sync, net, 0)
+            assert said(sync, capsys) == "dense over ring, as there is nobody to exchange with.\n"
             return
         for number in range(20):
             text = said(sync, capsys)

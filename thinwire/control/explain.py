@@ -30,6 +30,8 @@ def explain(
         confidence: from 0 to 1, how far this rank trusts its own measurements of latency and rate by now.
     """
     plan = standing.plan
+    if decision is None and objective is not None and last is not None and last.dense_bytes == 0:
+        return f"{plan}, as there is nobody to exchange with."
     if decision is None:
         return f"{plan}, {_without_decision(standing, objective is None)}.\n{_network(view.alpha, view.beta)}."
     what = str(plan) if decision.plan != decision.before else f"still {plan}"
