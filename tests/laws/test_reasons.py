@@ -42,6 +42,15 @@ def test_a_rate_that_falls_while_more_is_hoped_for_is_said_to_have_fallen() -> N
     assert Adaptive().decide(came_true, Adaptive().standing_after(decision, came_true), 200, PRICES) is None
 
 
+def test_a_rate_that_nobody_has_seen_is_said_to_be_none_that_was_seen() -> None:
+    taken = KNOWN._replace(seen_beta=8 * 8e-8)
+    decision = decided(taken, Standing(plan=complete("dense", 1.0)))
+    text = " ".join(explain(decision, standing_at(taken), taken, None).split())
+    assert "100 Mbit/s per host by how long exchanges take, 12.5 Mbit/s when it was last seen." in text
+    seen = KNOWN._replace(seen_beta=8e-8)
+    assert "100 Mbit/s per host." in explain(decision, standing_at(seen), seen, None)
+
+
 def test_what_is_changed_in_hope_is_not_said_to_be_for_the_latency() -> None:
     hoping = KNOWN._replace(hope=Hope(FACTOR), alpha=1.15e-3)
     assert "it may be" in decided(hoping, standing_at(KNOWN)).trigger

@@ -33,13 +33,13 @@ def explain(
     if decision is None and objective is not None and last is not None and last.dense_bytes == 0:
         return f"{plan}, as there is nobody to exchange with."
     if decision is None:
-        return f"{plan}, {_without_decision(standing, objective is None)}.\n{_network(view.alpha, view.beta)}."
+        return f"{plan}, {_without_decision(standing, objective is None)}.\n{_network(view, view.alpha, view.beta)}."
     what = str(plan) if decision.plan != decision.before else f"still {plan}"
     shown = [c for i, c in enumerate(decision.candidates) if i < SHOWN or c.plan == decision.plan]
     lines = [
         f"From step {decision.step}: {what},",
         f"because {decision.trigger}.",
-        _network(decision.alpha, decision.beta, decision.hope) + ".",
+        _network(view, decision.alpha, decision.beta, decision.hope) + ".",
         _of_a_step(decision, standing.guessed),
         _gains(decision),
         "",
@@ -121,11 +121,15 @@ def _legend(candidates: Sequence[Candidate]) -> str:
     return " ".join(said)
 
 
-def _network(alpha: float | None, beta: float | None, hope: int = 1) -> str:
+def _network(view: View, alpha: float | None, beta: float | None, hope: int = 1) -> str:
     if alpha is None or beta is None:
         return "The network has not been measured"
-    hoped = f", in the hope of {rate_of(beta / hope)}" if hope > 1 else ""
-    return f"The network: {short(alpha)} one way, {rate_of(beta)} per host{hoped}"
+    doubt = ""
+    if hope > 1:
+        doubt = f", in the hope of {rate_of(beta / hope)}"
+    elif view.seen_beta is not None and beta == view.beta < view.seen_beta:  # a hope of earlier that came true
+        doubt = f" by how long exchanges take, {rate_of(view.seen_beta)} when it was last seen"
+    return f"The network: {short(alpha)} one way, {rate_of(beta)} per host{doubt}"
 
 
 def _of_a_step(decision: Decision, guessed: bool) -> str:
