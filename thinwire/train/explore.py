@@ -65,10 +65,15 @@ class Explorer:
     ) -> None:
         if iterations < 1:
             raise ValueError(f"iterations must be at least 1, got {iterations}.")
+        if not isinstance(comm, Synchronizer):
+            raise TypeError(f"comm must be what attach gave, or a Synchronizer, got {type(comm).__name__}.")
+        if not callable(step):
+            raise TypeError(f"step must be a function that trains on a batch, got {type(step).__name__}.")
         if comm.controller is None or comm.controller.explore != "restore":
             raise ValueError(
                 'only a run that asks for it tries ratios out: attach(model, thinwire.Adaptive(explore="restore")).'
             )
+        _refuse_another_model(comm, model)
         self._comm, self._model, self._step = comm, model, step
         self._controller = comm.controller
         self._kept_alike = [optimizer, *also]
@@ -136,6 +141,17 @@ class Explorer:
             _set_random_state(numbers)
 
         return put_back
+
+
+def _refuse_another_model(comm: Synchronizer, model: nn.Module) -> None:
+    """What is not put back would keep the steps that were only tried out. The model may hold more than is averaged."""
+    kept = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in comm.averaged.items():
+        if id(parameter) not in kept:
+            raise ValueError(
+                f"parameter {name!r} is averaged, but is none of this model's, so what is tried out on it would never "
+                "be undone. Give the model that comm was made for, as it is or wrapped."
+            )
 
 
 def _put_back_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:

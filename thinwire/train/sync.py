@@ -139,6 +139,11 @@ class Synchronizer:
         return self._pilot.plan
 
     @property
+    def averaged(self) -> Mapping[str, nn.Parameter]:
+        """The parameters whose gradients are averaged, by name."""
+        return self._layout.parameters
+
+    @property
     def exchange(self) -> Exchange:
         """What runs the present plan. One that comes back finds what it had learned of the gradient."""
         plan = self.plan
