@@ -10,9 +10,11 @@ from torch import nn
 
 from tests.laws.test_control import a_net
 from thinwire.control.adaptive import Adaptive
-from thinwire.link.thread import ThreadWorld
+from thinwire.control.view import View
+from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.explore import Explorer
 from thinwire.train.sync import Synchronizer
+from thinwire.types import Network
 
 
 class Wrapped(nn.Module):
@@ -43,3 +45,93 @@ def test_what_is_no_step_or_no_synchronizer_is_refused_with_a_reason() -> None:
         an_explorer(a_net(400), step=torch.zeros(3))
     with pytest.raises(TypeError, match="comm must be what attach gave, or a Synchronizer, got Linear"):
         an_explorer(a_net(400), comm=nn.Linear(2, 2))
+
+
+# --- how often
+
+
+class Curious(Adaptive):
+    """Always wants to try ratios out, once there is a network."""
+
+    def wants_exploring(self, view: View) -> bool:
+        return view.assumed is not None
+
+
+class Run:
+    """One rank's training, in which it is noted before which step ratios were tried out."""
+
+    def __init__(self, link: ThreadLink, controller: Adaptive, iterations: int = 10) -> None:
+        self.net = a_net(4000)
+        self.sync = Synchronizer(self.net, controller, link=link)
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+        self.explorer = Explorer(self.sync, self.net, optimizer, self._step, iterations=iterations)
+        self.explored: list[int] = []
+        self._find, self.explorer.explore = self.explorer.explore, self._explore  # type: ignore[method-assign]
+
+    def train(self, steps: int, steepness: float = 3.0) -> None:
+        for _ in range(steps):
+            self.explorer.step((self.sync.step, steepness))
+
+    def _step(self, batch: tuple[int, float]) -> None:
+        number, steepness = batch
+        generator = torch.Generator().manual_seed(1000 * number + self.sync.link.rank)
+        weight = self.net.weight
+        spread = torch.linspace(-steepness, steepness, weight.numel()).exp().view(weight.shape)
+        self.sync.link.compute(0.01)  # type: ignore[attr-defined]
+        weight.grad = torch.randn(weight.shape, generator=generator) * spread
+        self.sync.average_gradients()
+
+    def _explore(self) -> dict[float, float]:
+        self.explored.append(self.sync.step)
+        return self._find()
+
+
+def explored(stages: list[tuple[int, float]], controller: Adaptive, iterations: int) -> list[int]:
+    """When two ranks tried ratios out, over so many steps with gradients as steep as this, one after the other."""
+
+    def program(link: ThreadLink) -> list[int]:
+        run = Run(link, controller, iterations)
+        for steps, steepness in stages:
+            run.train(steps, steepness)
+        return run.explored
+
+    first, second = ThreadWorld(2, Network(alpha=1e-3, beta=1e-5)).run(program)
+    assert first == second
+    return first
+
+
+def test_a_gradient_that_stays_the_same_is_explored_once_whatever_the_plan_does_to_its_gain() -> None:
+    assert len(explored([(200, 3.0)], Adaptive(explore="restore"), 10)) == 1
+
+
+def test_a_gain_that_has_changed_is_explored_again_but_not_before_there_were_ten_times_as_many_real_steps() -> None:
+    early = explored([(20, 3.0), (60, 1.0)], Adaptive(explore="restore"), 1)
+    late = explored([(80, 3.0), (20, 1.0)], Adaptive(explore="restore"), 1)
+    assert early == [early[0], early[0] + 50] and early[0] < 20  # five ratios, for one step each
+    assert len(late) == 2 and 80 <= late[1] < 90
+
+
+def test_a_resumed_run_goes_on_with_what_was_found_and_waits_as_if_it_were_just_now() -> None:
+    def program(link: ThreadLink) -> tuple[list[int], list[int]]:
+        first = Run(link, Curious(explore="restore"), 1)
+        first.train(60)
+        second = Run(link, Curious(explore="restore"), 1)
+        second.sync.load_state_dict(first.sync.state_dict())
+        second.train(60)
+        return first.explored, second.explored
+
+    for first, second in ThreadWorld(2, Network(alpha=1e-3, beta=1e-5)).run(program):
+        assert len(first) == 2 and first[1] - first[0] == 50
+        assert second == [60 + 50]
+
+
+def test_a_resumed_run_that_waits_is_not_warned_of_having_no_explorer() -> None:
+    def program(link: ThreadLink) -> None:
+        first = Run(link, Curious(explore="restore"))
+        first.train(20)
+        second = Run(link, Curious(explore="restore"))
+        second.sync.load_state_dict(first.sync.state_dict())
+        second.train(120)
+        assert second.explored == []
+
+    ThreadWorld(2, Network(alpha=1e-3, beta=1e-5)).run(program)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from thinwire.train.sync import Synchronizer
 
 ITERATIONS = 10
+SELDOM = 10  # real steps, at least, for each that was tried out and undone
 
 
 class Explorer:
@@ -43,6 +44,9 @@ class Explorer:
     Ratios are tried out on the last batches that were trained on, so the position in the data never moves. Parameters,
     buffers, gradients, optimizer, error and random numbers are kept in memory and put back: the run goes on with the
     same bits as one that never explored, as long as it goes on with the same plan.
+
+    What was tried out costs as much as real steps do, so ratios are not tried out again before there were ten times as
+    many of these: 500, of five ratios and ten iterations. That is counted anew where a run is resumed.
 
     Args:
         comm: what `attach` gave, or a Synchronizer.
@@ -81,14 +85,25 @@ class Explorer:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(f"{type(each).__name__} has no state_dict, so it could not be put back.")
         self._batches: deque[Any] = deque(maxlen=iterations)
+        self._distance = SELDOM * iterations * len(self._controller.to_explore(comm.plan)[1])
+        self._since = 0  # real steps since ratios were tried out last, or else since this one began
 
     def step(self, batch: Any) -> Any:
         """Train on a batch; then try out ratios if it is time to."""
         result = self._step(batch)
         self._batches.append(batch)
-        if len(self._batches) == self._batches.maxlen and self._comm.wants_exploring:
+        self._since += 1
+        if self._is_due:
             self.explore()
         return result
+
+    @property
+    def _is_due(self) -> bool:
+        """Alike on all ranks: each has made the same steps."""
+        if len(self._batches) != self._batches.maxlen or not self._comm.wants_exploring:
+            return False
+        # A first time is for free. After it the plan changes, and the gain with it, however little the gradient does.
+        return self._since >= self._distance or not self._comm.has_explored
 
     def explore(self) -> dict[float, float]:
         """Try out every candidate ratio on the last batches, now. Gives the mean gain at each, which is then used.
@@ -113,6 +128,7 @@ class Explorer:
             finite = [gain for gain in found if gain == gain]  # a step that was not finite was skipped
             if finite:
                 gains[ratio] = statistics.fmean(finite)
+        self._since = 0
         self._comm.explored(exchange, gains)  # that there was nothing to find, too, or it would be tried at every step
         return gains
 

@@ -332,7 +332,8 @@ class Synchronizer:
         with self._steering:
             self._pilot.hear(told, self.step)
         # Not every step brings word, so it may be later.
-        if self.step >= self._explored_by and self.wants_exploring and self.network is not None:
+        is_missed = self.network is not None and self.wants_exploring and not self.has_explored
+        if self.step >= self._explored_by and is_missed:
             self._explored_by = math.inf
             warnings.warn(
                 'Adaptive(explore="restore") needs a thinwire.Explorer to run the steps, and none has tried anything '
@@ -354,6 +355,11 @@ class Synchronizer:
     def wants_exploring(self) -> bool:
         """Whether an `Explorer` should try out ratios now; the same on all ranks."""
         return self._pilot.wants_exploring
+
+    @property
+    def has_explored(self) -> bool:
+        """Whether ratios were tried out before, in this run or in the one that it goes on from."""
+        return self._pilot.view.gains.explored_at is not None
 
     @contextmanager
     def trying(self, exchange: str, ratio: float) -> Iterator[None]:
