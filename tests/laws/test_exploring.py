@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -135,3 +137,47 @@ def test_a_resumed_run_that_waits_is_not_warned_of_having_no_explorer() -> None:
         assert second.explored == []
 
     ThreadWorld(2, Network(alpha=1e-3, beta=1e-5)).run(program)
+
+
+# --- what is put back
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Momentum in float32 for parameters of half the width, and the weights themselves, on which small steps add up."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad.float()
+            momentum = state.setdefault("momentum", torch.zeros_like(grad))
+            momentum.mul_(0.9).add_(grad)
+            state.setdefault("weights", parameter.float().clone()).sub_(momentum, alpha=1e-3)
+            parameter.copy_(state["weights"])
+
+
+def test_what_an_optimizer_keeps_in_more_bits_than_its_parameters_is_put_back_with_all_of_them() -> None:
+    net = nn.Linear(40, 100, dtype=torch.bfloat16)
+    sync = Synchronizer(net, Adaptive(explore="restore"), link=ThreadWorld(1).links[0])
+    optimizer, other = MasterWeights(net.parameters()), torch.optim.Adam(nn.Linear(2, 2).parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        sync.average_gradients()
+        optimizer.step()
+        other.param_groups[0]["lr"] *= 0.5
+
+    explorer = Explorer(sync, net, optimizer, step, also=[other])
+    for number in range(3):
+        explorer.step(torch.randn(16, 40, generator=torch.Generator().manual_seed(number)).bfloat16())
+    before, rate = copy.deepcopy(dict(optimizer.state)), other.param_groups[0]["lr"]
+    explorer.explore()
+    assert other.param_groups[0]["lr"] == rate
+    assert list(optimizer.state) == [net.weight, net.bias]
+    for was, kept in zip(before.values(), optimizer.state.values(), strict=True):
+        for name in ("momentum", "weights"):
+            assert kept[name].dtype == torch.float32
+            assert torch.equal(kept[name], was[name]), name

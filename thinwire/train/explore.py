@@ -138,7 +138,7 @@ class Explorer:
         places = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
         values = [tensor.detach().clone() for tensor in tensors]
         grads = [None if tensor.grad is None else tensor.grad.clone() for tensor in tensors]
-        states = [copy.deepcopy(each.state_dict()) for each in self._kept_alike]
+        put_back_states = [_remember_state(each) for each in self._kept_alike]
         memory = self._comm.memory
         error, empty = memory.state_dict(), memory.empty
         numbers = _random_state()
@@ -150,8 +150,8 @@ class Explorer:
                 for tensor, value, grad in zip(tensors, values, grads, strict=True):
                     tensor.copy_(value)
                     _put_back_grad(tensor, grad)
-            for each, state in zip(self._kept_alike, states, strict=True):
-                each.load_state_dict(copy.deepcopy(state))
+            for put_back_state in put_back_states:
+                put_back_state()
             memory.load_state_dict(error)
             memory.empty = empty  # all ranks put theirs back, so what was known of all still holds
             _set_random_state(numbers)
@@ -168,6 +168,21 @@ def _refuse_another_model(comm: Synchronizer, model: nn.Module) -> None:
                 f"parameter {name!r} is averaged, but is none of this model's, so what is tried out on it would never "
                 "be undone. Give the model that comm was made for, as it is or wrapped."
             )
+
+
+def _remember_state(each: Any) -> Callable[[], None]:
+    """Keep what an optimizer, or whatever else has a state_dict, has become; gives what puts it back."""
+    owners = list(each.state) if isinstance(each, Optimizer) else []
+    before = copy.deepcopy((each.state_dict(), [each.state[owner] for owner in owners]))  # at once: they share tensors
+
+    def put_back() -> None:
+        state, own = copy.deepcopy(before)
+        each.load_state_dict(state)
+        if isinstance(each, Optimizer):  # which casts its state to its parameters' type, and would lose bits by that
+            each.state.clear()
+            each.state.update(zip(owners, own, strict=True))
+
+    return put_back
 
 
 def _put_back_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
