@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from torch import nn
 
 from tests.laws.test_control import a_net
+from tests.process.decisions import decision_for
 from thinwire.control.adaptive import Adaptive
+from thinwire.control.decision import Decision, Standing
+from thinwire.control.prices import Prices
 from thinwire.control.view import View
+from thinwire.exchange import complete
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.explore import Explorer
 from thinwire.train.sync import Synchronizer
-from thinwire.types import Network
+from thinwire.types import Network, Plan
 
 
 class Wrapped(nn.Module):
@@ -137,6 +142,42 @@ def test_a_resumed_run_that_waits_is_not_warned_of_having_no_explorer() -> None:
         assert second.explored == []
 
     ThreadWorld(2, Network(alpha=1e-3, beta=1e-5)).run(program)
+
+
+# --- over what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided(Adaptive):
+    """One plan for good."""
+
+    explore: str = "restore"
+    plan: Plan
+
+    def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
+        return decision_for(self.plan, standing, step, "habit") if standing.plan != self.plan else None
+
+
+@pytest.mark.parametrize(
+    ("plan", "tried"),
+    [
+        (complete("topk-allgather", 0.05, "ring"), "topk-allgather over ring"),
+        (complete("topk-allgather", 0.05, values="float16"), "topk-allgather over direct, float16 values"),
+        (complete("var-topk", 0.05, "tree", "scatter"), "var-topk over tree, scatter broadcast"),
+        (complete("dense", 1.0, "ring"), "topk-allgather over direct, log4 values"),
+    ],
+)
+def test_ratios_are_tried_out_over_what_runs_if_that_compresses(plan: Plan, tried: str) -> None:
+    def program(link: ThreadLink) -> set[str]:
+        run = Run(link, Decided(plan=plan, exchanges=("topk-allgather", "var-topk")))
+        run.train(3)
+        seen, step = set(), run.explorer._step
+        run.explorer._step = lambda batch: (seen.add(str(run.sync.plan).partition(" at ")[0]), step(batch))
+        run.explorer.explore()
+        assert run.sync.plan == plan
+        return seen
+
+    assert ThreadWorld(2, Network(alpha=1e-3, beta=1e-5)).run(program) == [{tried}] * 2
 
 
 # --- what is put back

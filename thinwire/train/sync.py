@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -365,17 +365,24 @@ class Synchronizer:
     def trying(self, exchange: str, ratio: float) -> Iterator[None]:
         """Run the steps within by another plan, without counting, recording or learning from them.
 
+        It is the plan in force but for its ratio; of another exchange, one over the collective that is its default.
         The error is not put back: whoever tries something out keeps a copy of all that it changes.
         """
         pilot, records, counts = self._pilot, self.records, (self.step, self.skipped, self.last)
-        values = "float32" if self.controller is None else values_for(exchange, self.controller.values)
-        self._pilot = Pilot(self.link, pilot.prices, None, complete(exchange, ratio, values=values))
+        self._pilot = Pilot(self.link, pilot.prices, None, self._at(exchange, ratio))
         self.records = None
         try:
             yield
         finally:
             self._pilot, self.records = pilot, records
             self.step, self.skipped, self.last = counts
+
+    def _at(self, exchange: str, ratio: float) -> Plan:
+        """What `trying` runs."""
+        if exchange == self.plan.exchange:
+            return replace(self.plan, ratio=ratio)
+        values = "float32" if self.controller is None else values_for(exchange, self.controller.values)
+        return complete(exchange, ratio, values=values)
 
     def explored(self, exchange: str, gains: Mapping[float, float]) -> None:
         """Take in the gain that this exchange was found to have at each ratio. Call on all ranks with equal numbers."""
