@@ -247,6 +247,29 @@ def test_what_is_to_be_ignored_may_be_trainable_and_keeps_its_own_gradient() -> 
         sync.average_gradients()
 
 
+def ignoring(net: nn.Module, names: Any) -> list[str]:
+    """What is averaged of it all the same."""
+    sync = Synchronizer(net, "dense", collective="ring", link=ThreadWorld(1).links[0], ignore=names)
+    return list(sync.averaged)
+
+
+def test_what_is_to_be_ignored_is_known_by_any_of_its_names_whether_or_not_it_is_trainable() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight  # which is then named by the first of them alone
+    net[2].weight.requires_grad_(False)
+    assert ignoring(net, ["1.weight", "2.weight"]) == ["0.bias", "1.bias", "2.bias"]
+    compiled = nn.ModuleDict({"_orig_mod": net})  # as torch.compile names what it has wrapped
+    assert ignoring(compiled, {"0.weight", "_orig_mod.0.bias"}) == ["1.bias", "2.bias"]
+
+
+def test_what_is_to_be_ignored_and_is_not_there_is_refused_by_name() -> None:
+    net = small_net()
+    with pytest.raises(ValueError, match="no parameters '2.bia', 'head', which are to be ignored"):
+        ignoring(net, ["0.bias", "head", "2.bia"])
+    with pytest.raises(TypeError, match=r"as in ignore=\['0.bias'\], got a single str"):
+        ignoring(net, "0.bias")
+
+
 def test_a_sparse_gradient_that_no_layer_announced_is_refused_by_name() -> None:
     net = nn.Linear(2, 2, bias=False)
     sync = Synchronizer(net, link=ThreadWorld(1).links[0])

@@ -171,3 +171,17 @@ def test_bad_input_is_refused_before_anything_is_sent_with_the_way_out() -> None
     }
     for what, pattern in expected.items():
         assert re.search(pattern, refusals[what]), (what, refusals[what])
+
+
+def _averaged_twice(rank: int) -> list[str]:
+    words = []
+    for model in (DDP(make("mlp")), torch.compile(DDP(make("mlp")))):
+        with pytest.raises(TypeError) as raised:
+            thinwire.Synchronizer(model)
+        words.append(str(raised.value))
+    return words
+
+
+def test_a_model_that_ddp_averages_already_is_refused_by_a_synchronizer_of_its_own() -> None:
+    for words in run_ranks(_averaged_twice, 1)[0]:
+        assert "wrapped in DistributedDataParallel, which averages already: use thinwire.attach(model)" in words

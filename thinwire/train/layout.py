@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,18 @@ class Layout:
 def plain_name(name: str) -> str:
     """A parameter's name whether or not torch.compile has wrapped its module, so that states fit both."""
     return name.replace("_orig_mod.", "")
+
+
+def names_of(model: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """The names by which `named_parameters` gives these parameters. It knows a shared one by its first name alone."""
+    if isinstance(names, str):
+        raise TypeError(f"ignore must be names of parameters, as in ignore=[{names!r}], got a single str.")
+    every = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    asked = {plain_name(name) for name in names}
+    if unknown := sorted(asked - every.keys()):
+        raise ValueError(f"the model has no parameters {', '.join(map(repr, unknown))}, which are to be ignored.")
+    found = {id(every[name]) for name in asked}
+    return frozenset(plain_name(name) for name, p in model.named_parameters() if id(p) in found)
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

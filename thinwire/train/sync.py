@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.decision import Decision
@@ -24,7 +25,7 @@ from thinwire.errors import ThinwireWarning
 from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete, values_for
 from thinwire.link.base import Link
 from thinwire.train.choice import chosen, described, prices_for
-from thinwire.train.layout import Layout, refuse_sparse_gradients
+from thinwire.train.layout import Layout, names_of, plain_name, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
 from thinwire.train.pilot import Pilot
 from thinwire.train.rehearsal import rehearse
@@ -66,7 +67,7 @@ class Synchronizer:
         low_pass: ScaleCom's factor for the error memory, in (0, 1]; 1 keeps all of the error.
         scaler: the GradScaler in use, if any, so that errors are kept in unscaled units. Average before `unscale_`.
         group: the process group, by default the whole world.
-        ignore: names of parameters that are not to be averaged.
+        ignore: names of parameters that are not to be averaged, as `model.named_parameters()` gives them.
         broadcast_parameters: False if the ranks' models are known to be equal at the start.
         in_buckets: True if the gradient comes in DDP's buckets, which torch's own all_reduce carries as they are.
         records: a file for one JSON line per step and per decision, written by rank 0 (thinwire/records.py).
@@ -102,9 +103,10 @@ class Synchronizer:
         controller, plan = chosen(exchange, ratio, collective, broadcast, values)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}.")
+        _refuse_ddp(model)
         refuse_sparse_gradients(model)
         self._model = model
-        self._ignore = frozenset(ignore)
+        self._ignore = names_of(model, ignore)
         self._layout = Layout.of(self._trainable())
         self.memory = ErrorMemory(self._layout, low_pass)
         self.step = 0
@@ -191,7 +193,7 @@ class Synchronizer:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self._model.named_parameters()
-        return ((name, p) for name, p in named if p.requires_grad and name not in self._ignore)
+        return ((name, p) for name, p in named if p.requires_grad and plain_name(name) not in self._ignore)
 
     def average(self, grads: Mapping[str, torch.Tensor], hold: Collection[str] = ()) -> None:
         """Replace the gradients of all parameters, given by name, by their mean. Those in `hold` keep their error."""
@@ -423,6 +425,13 @@ class Synchronizer:
         self.link.close()
         if self.records is not None:
             self.records.close()
+
+
+def _refuse_ddp(model: nn.Module) -> None:
+    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):  # torch.compile may have wrapped it too
+        raise TypeError(
+            "this model is wrapped in DistributedDataParallel, which averages already: use thinwire.attach(model)."
+        )
 
 
 def _gain(told: Told) -> float:
