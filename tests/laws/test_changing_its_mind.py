@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from thinwire.control.learning import safe_gain
 from thinwire.control.prices import Prices, ways
 from thinwire.control.replay import replay
 from thinwire.control.view import Running, View
-from thinwire.errors import PlanMismatch
+from thinwire.errors import LinkTimeout, PlanMismatch
 from thinwire.exchange import complete
 from thinwire.link.base import Reading
 from thinwire.link.thread import ThreadLink, ThreadWorld
@@ -147,6 +148,32 @@ def test_ranks_that_resume_at_different_steps_are_refused_by_name() -> None:
 
     for rank, text in enumerate(ThreadWorld(2, THIN).run(program)):
         assert text.startswith(f"rank {1 - rank} has another step than rank {rank}, whose step is: {10 + 2 * rank}.")
+
+
+@pytest.mark.parametrize(
+    ("others_step", "expected"),
+    [
+        (False, "rank 0 heard nothing from rank 1 for .*plan resume"),  # where torch's own all_reduce says nothing
+        (True, "rank 1 sent rank 0 a message with plan .* where rank 0 expects 'resume'"),
+    ],
+)
+def test_a_rank_that_alone_has_loaded_a_state_is_told_at_which_step_it_resumes(
+    others_step: bool, expected: str
+) -> None:
+    def program(link: ThreadLink) -> str:
+        net = a_net(400)
+        sync = Synchronizer(net, link=link)
+        if link.rank == 0:
+            sync.load_state_dict(sync.state_dict() | {"step": 10})
+        if link.rank == 1 and not others_step:
+            return ""
+        with pytest.raises((LinkTimeout, PlanMismatch)) as caught:
+            step(sync, net, 0)
+        return str(caught.value)
+
+    text = ThreadWorld(2, THIN).run(program)[0]
+    assert re.match(expected, text)
+    assert text.endswith("Rank 0 has loaded a state to resume at step 10, and so must all.")
 
 
 def test_while_it_hopes_explain_and_the_records_still_say_what_was_measured(

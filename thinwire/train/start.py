@@ -18,6 +18,7 @@ from thinwire.records import Records
 from thinwire.types import Moment
 
 _LINKS = {"tcp": TcpLink, "process": ProcessLink}
+_START = Moment(plan="start")
 
 
 def open_link(link: str | Link, group: dist.ProcessGroup | None, timeout: float) -> Link:
@@ -34,9 +35,9 @@ def open_link(link: str | Link, group: dist.ProcessGroup | None, timeout: float)
     return _LINKS[link](group, timeout=timeout)
 
 
-def agree(link: Link, facts: dict[str, str]) -> None:
-    """Refuse to start unless every rank has the same facts."""
-    link.moment = Moment(plan="start")
+def agree(link: Link, facts: dict[str, str], moment: Moment = _START) -> None:
+    """Refuse to start, or to go on, unless every rank has the same facts."""
+    link.moment = moment
     digests = torch.zeros(link.world_size, len(facts), 32, dtype=torch.uint8)
     for i, fact in enumerate(facts.values()):
         digests[link.rank, i] = torch.tensor(list(hashlib.sha256(fact.encode()).digest()))
@@ -53,7 +54,7 @@ def agree(link: Link, facts: dict[str, str]) -> None:
 
 def spread(link: Link, tensors: list[torch.Tensor]) -> None:
     """Make all tensors rank 0's, in one message for each type."""
-    link.moment = Moment(plan="start")
+    link.moment = _START
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         same = [t.detach() for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in same])

@@ -21,7 +21,7 @@ from thinwire.control.adaptive import Adaptive
 from thinwire.control.decision import Decision
 from thinwire.control.explain import explain
 from thinwire.control.prices import Way, way_of
-from thinwire.errors import ThinwireWarning
+from thinwire.errors import LinkTimeout, PlanMismatch, ThinwireWarning
 from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete, values_for
 from thinwire.link.base import Link
 from thinwire.train.choice import chosen, described, prices_for
@@ -215,7 +215,12 @@ class Synchronizer:
         """
         if self._is_resumed:
             self._is_resumed = False
-            agree(self.link, {"step": str(self.step), "state": json.dumps(self._pilot.agreed())})
+            facts = {"step": str(self.step), "state": json.dumps(self._pilot.agreed())}
+            try:
+                agree(self.link, facts, Moment(plan="resume"))  # without a step, which may be what differs
+            except (LinkTimeout, PlanMismatch) as error:
+                text = f"{error} Rank {error.rank} has loaded a state to resume at step {self.step}, and so must all."
+                raise type(error)(text, rank=error.rank, peer=error.peer) from error
 
     def _average(self, grads: Mapping[str, torch.Tensor], hold: Collection[str]) -> None:
         self.agree_after_resuming()
