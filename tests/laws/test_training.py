@@ -90,7 +90,7 @@ def test_a_resumed_run_ends_with_the_same_bits_as_one_that_went_on(plan: Plan, w
 def test_ranks_agree_on_the_newest_step_that_all_have() -> None:
     def common(*steps: list[int]) -> set[int | None]:
         def program(link: ThreadLink) -> int | None:
-            return Synchronizer(nn.Linear(2, 2), link=link).common_step(steps[link.rank])
+            return Synchronizer(nn.Linear(2, 2), "star-topk", link=link).common_step(steps[link.rank])
 
         return set(ThreadWorld(len(steps)).run(program))
 
@@ -115,7 +115,7 @@ def test_parameters_and_buffers_start_as_those_of_rank_0() -> None:
         net = nn.BatchNorm1d(4)
         nn.init.constant_(net.weight, link.rank + 1.0)
         net.running_mean.fill_(link.rank + 5.0)
-        Synchronizer(net, link=link)
+        Synchronizer(net, "star-topk", link=link)
         return net.weight.detach(), net.running_mean
 
     for weight, mean in ThreadWorld(3).run(program):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.process.launch import run_ranks
 from thinwire.collectives.ring import RingAllReduce
-from thinwire.errors import PeerLost
+from thinwire.errors import PeerLost, ThinwireWarning
 from thinwire.link.base import Done, Link, Work
 from thinwire.link.shaped import ShapedLink
 from thinwire.link.tcp import TcpLink
+from thinwire.train.sync import Synchronizer
 from thinwire.types import Moment, Network
 
 WIRE = Network(alpha=0.02, beta=1e-6)
@@ -143,3 +146,25 @@ def test_a_collective_over_real_connections_is_right_and_takes_its_price() -> No
     for result in run_ranks(reduce_over_a_slow_wire, 2):
         assert result["sum"] == 3.0
         assert 0.04 <= result["seconds"] <= 0.04 + 4 * LATE + 0.02
+
+
+def train_by_what_it_measures(rank: int, shaped: bool) -> tuple[list[str], str]:
+    link: Link = ShapedLink(TcpLink(), Network(alpha=0.005, beta=1e-8)) if shaped else TcpLink()
+    net = nn.Linear(20, 20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sync = Synchronizer(net, link=link)
+    for _ in range(5):
+        net(torch.ones(1, 20)).sum().backward()
+        sync.average_gradients()
+    sync.close()
+    return [str(each.message) for each in caught if each.category is ThinwireWarning], str(sync.plan)
+
+
+@pytest.mark.process
+def test_that_adaptive_stays_dense_since_nothing_is_measured_over_it_is_said_once_on_every_rank() -> None:
+    for words, plan in run_ranks(train_by_what_it_measures, 2, shaped=True):
+        assert plan == "dense over torch" and len(words) == 1
+        assert words[0].startswith("ShapedLink has measured nothing of the network, so adaptive has nothing to go by")
+        assert "it stays with dense over torch" in words[0]
+    assert [words for words, _ in run_ranks(train_by_what_it_measures, 2, shaped=False)] == [[], []]

@@ -4,6 +4,8 @@ For machines on which no lab can be made. Only messages of this link are shaped,
 and only on the sending side: a message of b bytes starts when those before it have left, holds the egress for b beta,
 and is given to the wrapped link alpha + b beta after its start. Several senders that meet at one receiver do not slow
 each other down here, as they would in the lab.
+
+It measures nothing: what the wrapped link sees of acknowledgements and deliveries is of the network without the delay.
 """
 
 from __future__ import annotations

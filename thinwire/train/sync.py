@@ -135,6 +135,9 @@ class Synchronizer:
         if broadcast_parameters:
             spread(self.link, [*model.parameters(), *model.buffers()])
         self._pilot.survey()
+        if controller is not None and self.link.world_size > 1 and self._knows_nothing:
+            # From the line that makes a Synchronizer; where attach does, it is one further out.
+            warnings.warn(_nothing_measured(self.link, plan), ThinwireWarning, stacklevel=3 if in_buckets else 2)
 
     @property
     def plan(self) -> Plan:
@@ -163,6 +166,11 @@ class Synchronizer:
     def network(self) -> Network | None:
         """Latency and seconds per byte as all ranks agree on them; None before anything was measured."""
         return self._pilot.view.network
+
+    @property
+    def _knows_nothing(self) -> bool:
+        """Not even one of latency and rate: a link that can measure knows the latency at least after its survey."""
+        return self._pilot.view.alpha is None and self._pilot.view.beta is None
 
     @property
     def control_seconds(self) -> float:
@@ -437,6 +445,13 @@ def _refuse_ddp(model: nn.Module) -> None:
         raise TypeError(
             "this model is wrapped in DistributedDataParallel, which averages already: use thinwire.attach(model)."
         )
+
+
+def _nothing_measured(link: Link, plan: Plan) -> str:
+    return (
+        f"{type(link).__name__} has measured nothing of the network, so adaptive has nothing to go by: it stays with "
+        f"{plan} for as long as that is so. Use a link that can, or name an exchange."
+    )
 
 
 def _gain(told: Told) -> float:
