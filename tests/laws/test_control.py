@@ -17,8 +17,10 @@ from torch import nn
 
 from thinwire import records
 from thinwire.control.adaptive import Adaptive
-from thinwire.control.decision import Decision
+from thinwire.control.decision import Decision, Standing
+from thinwire.control.prices import Prices
 from thinwire.control.replay import replay
+from thinwire.control.view import View
 from thinwire.link.base import Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld
 from thinwire.train.sync import Synchronizer
@@ -132,6 +134,34 @@ def test_a_recorded_run_is_decided_again_alike(objective: str, tmp_path: Path) -
     assert len(made) >= 4
     assert all(0 <= record["confidence"][what] <= 1 for record in made for what in ("alpha", "beta"))
     assert decided(replay(written)) == [{key: record[key] for key in record if key not in BESIDES} for record in made]
+
+
+class Stubborn(Adaptive):
+    """Decides in a way that no record could tell."""
+
+    def decide(self, view: View, standing: Standing, step: int, prices: Prices) -> Decision | None:
+        return None if step else super().decide(view, standing, step, prices)
+
+
+def test_a_run_that_a_class_of_ones_own_decided_is_decided_again_by_that_class_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def program(link: ThreadLink) -> None:
+        net = a_net(20_000)
+        sync = Synchronizer(net, Stubborn(), link=link, records=path)
+        for number in range(48):
+            changing(link, number)
+            step(sync, net, number, seconds=0.02)
+        sync.close()
+
+    ThreadWorld(4, Network(alpha=1e-3, beta=1e-6)).run(program)
+    written = list(records.read(path))
+    with pytest.raises(ValueError, match="this run was decided by Stubborn: give replay that controller."):
+        replay(written)
+    assert len(replay(written, Stubborn())) == 1 < len(replay(written, Adaptive()))
+    for record in written:
+        record.pop("decided_by", None)  # as records were once
+    assert decided(replay(written)) == decided(replay(written, Adaptive()))
 
 
 def test_another_controller_can_be_asked_about_a_recorded_run(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
 
     Args:
         records: as `thinwire.records.read` gives them.
-        controller: None for the one that was in charge. Another one sees what came of the plans that ran then, so it
-            is told what it would have said at each moment, not what would have become of it.
+        controller: None for the one that was in charge, unless its class is your own. Another one sees what came of the
+            plans that ran then, so it is told what it would have said at each moment, not what would have become of it.
     """
     decisions: list[Decision] = []
     prices: Prices | None = None
@@ -28,7 +28,7 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
         if record["kind"] == "run":
             # It surveys the network and decides before it goes on from what was saved, knowing nothing of a run before.
             view, standing, prices = View(), None, Prices.from_json(record["prices"])
-            was_fixed, controller = record["controller"] is None, given or _recorded(record["controller"])
+            was_fixed, controller = record["controller"] is None, given or _recorded(record)
             if given is not None:  # who may choose from other ways than those that were looked at then
                 has_group = any(way.collective == "torch" for way in prices.ways)
                 prices = prices.of(given.ways(prices.world_size, has_group))
@@ -56,7 +56,11 @@ def replay(records: Iterable[Mapping[str, Any]], controller: Adaptive | None = N
     return decisions
 
 
-def _recorded(settings: Mapping[str, Any] | None) -> Adaptive:
+def _recorded(run: Mapping[str, Any]) -> Adaptive:
+    """The controller that was in charge, if it is ours: how a class of a user's decides is in no record."""
+    settings, name = run["controller"], run.get("decided_by", Adaptive.__name__)  # once that was not written
     if settings is None:
         raise ValueError("this run had a fixed plan: say which controller is to be asked.")
+    if name != Adaptive.__name__:
+        raise ValueError(f"this run was decided by {name}: give replay that controller.")
     return Adaptive(**{**settings, "ratios": tuple(settings["ratios"]), "exchanges": tuple(settings["exchanges"])})

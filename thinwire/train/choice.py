@@ -60,5 +60,6 @@ def prices_for(layout: Layout, link: Link, controller: Adaptive | None, in_bucke
 
 
 def described(prices: Prices, controller: Adaptive | None) -> dict[str, Any]:
-    """What was decided upon, as a record."""
-    return {"prices": prices.to_json(), "controller": None if controller is None else asdict(controller)}
+    """What was decided upon, as a record: the controller by its settings and, since it may be a user's, its class."""
+    settings, name = (None, None) if controller is None else (asdict(controller), type(controller).__name__)
+    return {"prices": prices.to_json(), "controller": settings, "decided_by": name}
