@@ -127,7 +127,7 @@ def _network(view: View, alpha: float | None, beta: float | None, hope: int = 1)
     doubt = ""
     if hope > 1:
         doubt = f", in the hope of {rate_of(beta / hope)}"
-    elif view.seen_beta is not None and beta == view.beta < view.seen_beta:  # a hope of earlier that came true
+    elif view.seen_beta is not None and beta == view.beta and beta < view.seen_beta:  # a hope of earlier that came true
         doubt = f" by how long exchanges take, {rate_of(view.seen_beta)} when it was last seen"
     return f"The network: {short(alpha)} one way, {rate_of(beta)} per host{doubt}"
 
