@@ -28,11 +28,12 @@ from torch.func import functional_call, grad, vmap
 
 from thinwire.bench.machine import describe_machine
 from thinwire.compress.values import value_code
-from thinwire.control.adaptive import ROOM, Adaptive, two_digit_ratios
+from thinwire.control.adaptive import ROOM, Adaptive
 from thinwire.control.computing import compress_seconds
 from thinwire.control.gain import GainCurve
 from thinwire.control.learning import delay, safe_gain
 from thinwire.control.prices import Prices, Way
+from thinwire.control.ratios import two_digit_ratios
 from thinwire.control.view import Floats
 from thinwire.lab import profiles
 from thinwire.types import Network

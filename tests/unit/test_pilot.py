@@ -16,7 +16,8 @@ from thinwire.control.view import View
 from thinwire.exchange import complete
 from thinwire.link.base import Link, Reading, Stretch
 from thinwire.link.thread import ThreadLink, ThreadWorld
-from thinwire.train.pilot import PINGS, SURVEY_BYTES, SURVEYED_AGAIN, Course, Pilot
+from thinwire.train import survey
+from thinwire.train.pilot import Course, Pilot
 from thinwire.train.thrift import Thrift
 from thinwire.types import Told
 
@@ -266,19 +267,15 @@ def test_who_decides_nothing_hopes_for_nothing() -> None:
     ],
 )
 def test_a_survey_ends_when_a_message_took_as_long_as_its_rate_says(
-    beta: float | None, seconds_per_byte: float, largest: int, monkeypatch: pytest.MonkeyPatch
+    beta: float | None, seconds_per_byte: float, largest: int
 ) -> None:
-    pilot = Pilot(ThreadWorld(2).links[0], Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
     sent = []
 
-    def agree(nbytes: int) -> float:
+    def send(nbytes: int) -> float:
         sent.append(nbytes)
-        pilot.view = View(alpha=1e-3, beta=beta)
         return nbytes * seconds_per_byte
 
-    monkeypatch.setattr(pilot, "_agree_on_survey", agree)
-    monkeypatch.setattr(pilot.link, "probe", lambda peers: None)
-    pilot.survey()
+    survey.survey(lambda: None, send, lambda: beta)
     assert max(sent) == largest
 
 
@@ -287,39 +284,32 @@ def test_a_survey_ends_when_a_message_took_as_long_as_its_rate_says(
     [
         ([5e8, 5e8], 1),
         ([5e7, 6e9, 6e9], 2),  # a first look that had to wait for a busy processor
-        ([5e7, 1e8, 3e8, 6e9, 6e9], SURVEYED_AGAIN),
+        ([5e7, 1e8, 3e8, 6e9, 6e9], survey.AGAIN),
     ],
 )
 def test_the_last_message_of_a_survey_is_sent_until_two_looks_at_the_rate_are_alike(
-    rates: list[float], looks: int, monkeypatch: pytest.MonkeyPatch
+    rates: list[float], looks: int
 ) -> None:
-    pilot = Pilot(ThreadWorld(2).links[0], Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
     largest, seen = [], iter(rates)
+    rate = rates[0]
 
-    def agree(nbytes: int) -> float:
-        rate = rates[0]
-        if nbytes == SURVEY_BYTES[-1]:
+    def send(nbytes: int) -> float:
+        nonlocal rate
+        if nbytes == survey.SIZES[-1]:
             largest.append(nbytes)
             rate = next(seen)
-        pilot.view = View(alpha=1e-5, beta=1 / rate)
         return 0.001
 
-    monkeypatch.setattr(pilot, "_agree_on_survey", agree)
-    monkeypatch.setattr(pilot.link, "probe", lambda peers: None)
-    pilot.survey()
+    survey.survey(lambda: None, send, lambda: 1 / rate)
     assert len(largest) == 1 + looks
 
 
-def test_a_slow_network_is_not_surveyed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pilot = Pilot(ThreadWorld(2).links[0], Prices(1000, 4, 2, ways(2, False)), Adaptive(), complete("dense", 1.0))
-    sent = []
+def test_a_slow_network_is_not_surveyed_again() -> None:
+    calls = []
 
-    def agree(nbytes: int) -> float:
-        sent.append(nbytes)
-        pilot.view = View(alpha=1e-3, beta=1e-4)
+    def send(nbytes: int) -> float:
+        calls.append(nbytes)
         return nbytes * 1e-4
 
-    monkeypatch.setattr(pilot, "_agree_on_survey", agree)
-    monkeypatch.setattr(pilot.link, "probe", lambda peers: None)
-    pilot.survey()
-    assert sent == [0] * PINGS + [SURVEY_BYTES[0]]
+    survey.survey(lambda: calls.append(0), send, lambda: 1e-4)
+    assert calls == [0] * survey.PINGS + [survey.SIZES[0]]

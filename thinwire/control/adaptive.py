@@ -6,7 +6,6 @@ whose views were recorded can be decided again.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from thinwire.compress.values import MOST_SHARE
 from thinwire.control import pareto
 from thinwire.control.agreement import rounded
 from thinwire.control.computing import compress_seconds
@@ -23,6 +21,7 @@ from thinwire.control.decision import Candidate, Decision, Standing
 from thinwire.control.gain import CANDIDATES
 from thinwire.control.learning import DELAYS, delay, safe_gain
 from thinwire.control.prices import Prices, Way, way_of, ways
+from thinwire.control.ratios import knots, two_digit_ratios
 from thinwire.control.view import Floats, View, is_off
 from thinwire.control.wording import course_of_latency, course_of_step, rate_of
 from thinwire.exchange import complete
@@ -31,7 +30,6 @@ from thinwire.types import Network, Plan
 OBJECTIVES = ("goodput", "seconds", "knee")
 EXPLORING = ("histogram", "restore")
 SPARSE = ("topk-allgather", "star-topk")
-PRICED_RATIOS = 5
 ROOM = 1.25  # times the least gain that is allowed is the least that is chosen: it is never quite what was expected
 PAUSE_SECONDS = 2.0  # between two decisions, unless the network has changed; longer where to decide takes long itself
 DECIDING = 1.5e-5  # seconds for each pair of ranks that it takes to price all ways anew: 1 ms for eight ranks
@@ -334,7 +332,7 @@ class Adaptive:
     def _priced_ratios(self, ratios: Floats) -> tuple[float, ...]:
         """Those between which all others lie; throughout warming up they are the same, and are laid out only once."""
         low, high = self.ratios
-        return _knots(low, high if ratios[0] == low else 1.0)
+        return knots(low, high if ratios[0] == low else 1.0)
 
     def _judged(
         self,
@@ -440,28 +438,6 @@ class Adaptive:
         enough = [j.gains[nearest:] >= self._enough(j.way.exchange, view) for j in sparse]
         found = [j.at(nearest + int(e.argmax())) for j, e in zip(sparse, enough, strict=True) if e.any()]
         return min([dense, *found], key=lambda c: c.seconds), lambda c: knee.cost(c.seconds, c.gain)
-
-
-@functools.cache
-def two_digit_ratios(low: float, high: float) -> Floats:
-    """The numbers of two digits from `low` to `high`, and these two: fine enough to call the ratio continuous.
-
-    >>> two_digit_ratios(0.0097, 0.011).tolist()
-    [0.0097, 0.0098, 0.0099, 0.01, 0.011]
-    """
-    decades = range(math.floor(math.log10(low)), 1)
-    between = (float(f"{digits}e{decade - 1}") for decade in decades for digits in range(10, 100))
-    return np.array(sorted({low, high} | {ratio for ratio in between if low < ratio < high}))
-
-
-@functools.cache
-def _knots(low: float, high: float) -> tuple[float, ...]:
-    """The few ratios that are priced; rounded, as NumPy's last bit is not the same on every processor."""
-    if low == high:
-        return (low,)
-    jump = (MOST_SHARE, 1.01 * MOST_SHARE)  # beyond which values take more bits
-    inner = {rounded(ratio) for ratio in np.geomspace(low, high, PRICED_RATIOS)}
-    return tuple(sorted(inner | {ratio for ratio in jump if low < ratio < high}))
 
 
 def _is_number(value: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,13 @@ def names_of(model: nn.Module, names: Collection[str]) -> frozenset[str]:
         raise ValueError(f"the model has no parameters {', '.join(map(repr, unknown))}, which are to be ignored.")
     found = {id(every[name]) for name in asked}
     return frozenset(plain_name(name) for name, p in model.named_parameters() if id(p) in found)
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):  # torch.compile may have wrapped it too
+        raise TypeError(
+            "this model is wrapped in DistributedDataParallel, which averages already: use thinwire.attach(model)."
+        )
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

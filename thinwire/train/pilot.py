@@ -27,6 +27,7 @@ from thinwire.control.view import Seen, View, is_off
 from thinwire.exchange import complete
 from thinwire.link.base import Link
 from thinwire.records import Records
+from thinwire.train.survey import survey
 from thinwire.train.thrift import Thrift
 from thinwire.types import Moment, Plan, Told
 
@@ -36,11 +37,6 @@ LOOK_PAUSE, MEASURE_PAUSE = 10.0, 2.0  # seconds at most after each, whose cost 
 AHEAD = 1.0  # seconds before it is due, measuring is allowed where something is not as expected
 LOOKED_AT = 1 << 18  # entries, evenly spread: at the largest ratio, from which the others follow, that is within 1 %
 TELL_EVERY, TELL_SECONDS = 4, 0.3  # between two tellings beside exchanges that carry no numbers: at least so much
-SURVEY_BYTES = tuple(1 << shift for shift in range(14, 23, 2))  # 16 KiB to 4 MiB
-SURVEY_SECONDS = 0.02  # a message whose bytes take so long says enough about the rate
-SURVEY_PATIENCE = 1.0  # seconds after which no longer message is sent, whatever is known
-SURVEYED_AGAIN, ALIKE = 3, 1.2  # times at most, until two rates are so near each other
-PINGS = 3
 SURPRISING = 1.2  # times what a step was expected to take
 ALARMING, ALARM_SECONDS = 2.0, 0.02  # times; then there is word at every step, if steps are not shorter than that
 LISTEN_SECONDS, LISTEN_EVERY = 0.1, 4  # between two steps whose numbers are taken in: so much, but steps at most
@@ -383,26 +379,12 @@ class Pilot:
         if self.controller is None or self.link.world_size == 1:
             return
         self.link.moment = Moment(plan="survey", collective="survey")
-        for _ in range(PINGS):
-            self.link.probe([peer for peer in range(self.link.world_size) if peer != self.link.rank])
-            self._agree_on_survey(0)
-        for nbytes in SURVEY_BYTES:
-            seconds = self._agree_on_survey(nbytes)
-            by_rate = nbytes * (self.view.beta or 0.0)  # too long by far if a sender had to wait for a processor
-            if min(by_rate, seconds) >= SURVEY_SECONDS or seconds >= SURVEY_PATIENCE:
-                break
-        self._survey_again(nbytes, seconds)
+        survey(self._ping, self._agree_on_survey, lambda: self.view.beta)
         self._decide(0)
 
-    def _survey_again(self, nbytes: int, seconds: float) -> None:
-        """Send the last message again until the rate stays what it was: one may have waited for a busy processor."""
-        for _ in range(SURVEYED_AGAIN):
-            before = self.view.beta
-            if before is None or seconds >= SURVEY_PATIENCE / SURVEYED_AGAIN:
-                return
-            seconds = self._agree_on_survey(nbytes)
-            if self.view.beta is None or not is_off(self.view.beta, before, ALIKE):
-                return
+    def _ping(self) -> None:
+        self.link.probe([peer for peer in range(self.link.world_size) if peer != self.link.rank])
+        self._agree_on_survey(0)
 
     def _agree_on_survey(self, nbytes: int) -> float:
         """Everyone sends so many bytes to the next rank; then all tell what they know. Gives the median time."""

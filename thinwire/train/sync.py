@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.control.adaptive import Adaptive
 from thinwire.control.decision import Decision
@@ -25,7 +24,7 @@ from thinwire.errors import LinkTimeout, PlanMismatch, ThinwireWarning
 from thinwire.exchange import TOLD, Exchange, Stopwatch, build, complete, values_for
 from thinwire.link.base import Link
 from thinwire.train.choice import chosen, described, prices_for
-from thinwire.train.layout import Layout, names_of, plain_name, refuse_sparse_gradients
+from thinwire.train.layout import Layout, names_of, plain_name, refuse_ddp, refuse_sparse_gradients
 from thinwire.train.memory import ErrorMemory
 from thinwire.train.pilot import Pilot
 from thinwire.train.rehearsal import rehearse
@@ -103,7 +102,7 @@ class Synchronizer:
         controller, plan = chosen(exchange, ratio, collective, broadcast, values)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}.")
-        _refuse_ddp(model)
+        refuse_ddp(model)
         refuse_sparse_gradients(model)
         self._model = model
         self._ignore = names_of(model, ignore)
@@ -438,13 +437,6 @@ class Synchronizer:
         self.link.close()
         if self.records is not None:
             self.records.close()
-
-
-def _refuse_ddp(model: nn.Module) -> None:
-    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):  # torch.compile may have wrapped it too
-        raise TypeError(
-            "this model is wrapped in DistributedDataParallel, which averages already: use thinwire.attach(model)."
-        )
 
 
 def _nothing_measured(link: Link, plan: Plan) -> str:
