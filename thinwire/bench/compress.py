@@ -127,6 +127,11 @@ def main(numel: int, ratio: float, threads: int, repeats: int, seed: int, as_jso
     console.print(lines)
     if as_json:
         setting = {"numel": numel, "ratio": ratio, "threads": threads, "repeats": repeats, "seed": seed}
-        ns_per_element = {str(n): round(ns, 4) for n, ns in per_element.items()}
-        rounded = {name: round(value, 4) for name, value in figures.items()}
+        ns_per_element = {str(n): _four_digits(ns) for n, ns in per_element.items()}
+        rounded = {name: _four_digits(value) for name, value in figures.items()}
         print(json.dumps({**setting, **rounded, "ns_per_element": ns_per_element, **describe_machine()}))
+
+
+def _four_digits(value: float) -> float:
+    """Not four decimals: of few entries an addition takes some microseconds, and ratios of figures have to stay so."""
+    return float(f"{value:.4g}")
