@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
@@ -22,7 +23,9 @@ from thinwire.cli import app
 from thinwire.lab import check, registry
 from thinwire.lab.errors import LabError
 from thinwire.lab.lab import Lab, visit
+from thinwire.lab.network import Change
 from thinwire.lab.run import run
+from thinwire.lab.schedule import Schedule
 
 pytestmark = pytest.mark.lab
 
@@ -223,3 +226,22 @@ def test_a_lab_that_is_open_is_not_opened_again(folder: Path) -> None:
             pass
         assert len(registry.running()) == 1
     assert registry.running() == []
+
+
+def test_a_lab_that_waits_stays_as_it_begins_until_it_is_told_to(tmp_path: Path) -> None:
+    soon = (Change(values={"latency": 0.001}), Change(at=0.05, values={"latency": 0.002}))
+    truth = tmp_path / "truth.jsonl"
+    with Lab(2, Schedule(name="soon", changes=soon), truth=truth, waits=True) as two:
+        while two.stats()["time"] < 0.2:
+            pass
+        assert len(truth.read_text().splitlines()) == 1
+        opened = two.start_time
+        two.begin()
+        begun = two.start_time
+        assert begun >= opened + 0.2
+        two.begin()
+        assert two.start_time == begun
+        while len(lines := truth.read_text().splitlines()) < 2:
+            two.stats()
+        assert json.loads(lines[1])["time"] == pytest.approx(0.05)
+        assert two.now() >= 0.05

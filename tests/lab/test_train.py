@@ -84,7 +84,7 @@ def test_a_disk_that_becomes_full_ends_the_truth_and_not_the_run(tmp_path: Path,
 
 def test_methods_are_compared_on_the_same_network(tmp_path: Path, folder: Path) -> None:
     network = ["--network", "unpredictable", "--scale", "10", "--speed", "20"]
-    words = ["--hosts", "2", "--steps", "12", "--methods", "ddp,adaptive", "--name", "both", "--out", str(tmp_path)]
+    words = ["--hosts", "2", "--seconds", "2", "--methods", "ddp,adaptive", "--name", "both", "--out", str(tmp_path)]
     code, text, err = done("compare", "digits", *network, *words, "--json")
     assert code == 0, err
     first, second = (truth_of(tmp_path / "both" / method) for method in ("ddp", "adaptive"))
@@ -92,6 +92,19 @@ def test_methods_are_compared_on_the_same_network(tmp_path: Path, folder: Path) 
     assert common > 3
     assert [line["now"] for line in first[:common]] == [line["now"] for line in second[:common]]
     assert "rates divided by 10" in err
+    assert left_behind(folder) == ([], [])
+
+
+def test_the_network_waits_for_the_training_to_begin(tmp_path: Path, folder: Path) -> None:
+    soon = '[network]\nlatency = "1ms"\n[[change]]\nat = "0.2s"\nlatency = "5ms"\n'
+    (tmp_path / "soon.toml").write_text(soon)
+    words = ["--hosts", "2", "--network", str(tmp_path / "soon.toml"), "--seconds", "1", "--name", "run"]
+    code, _, err = done("train", "digits", *words, "--out", str(tmp_path))
+    assert code == 0, err
+    (began,) = (line for line in lines_of(tmp_path / "run") if line["kind"] == "began")
+    first, second = truth_of(tmp_path / "run")
+    assert first["wall"] < began["wall"] < second["wall"]
+    assert second["time"] == pytest.approx(0.2, abs=0.01)
     assert left_behind(folder) == ([], [])
 
 

@@ -13,13 +13,13 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from thinwire.jobs.job import TRUTH, Job, Mistake
 from thinwire.lab import run
-from thinwire.lab.errors import LabUnavailable
+from thinwire.lab.errors import LabError, LabUnavailable
 from thinwire.lab.lab import Lab
 
 LOOPBACK, LOOPBACK_DEVICE = "127.0.0.1", "lo" if sys.platform == "linux" else "lo0"
@@ -38,6 +38,9 @@ class Ground(ABC):
     @abstractmethod
     def start(self, rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a command as this rank; what it prints can be read from its `stdout`."""
+
+    def begin(self) -> None:  # noqa: B027 (most places do not change)
+        """The workers begin to train: from now on the network changes as it is meant to."""
 
     def trouble(self) -> str:
         """Why nobody can go on here; nothing while all is well."""
@@ -97,6 +100,10 @@ class InLab(Ground):
         env = run.environment(self._lab, rank, {**os.environ, **port})
         return self._lab.start(rank, command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
+    def begin(self) -> None:
+        with suppress(LabError):  # its end is told as trouble
+            self._lab.begin()
+
     def trouble(self) -> str:
         code = self._lab.relay.poll()
         return "" if code is None else f"the lab's relay {run.how_it_ended(code)}"
@@ -122,7 +129,7 @@ def ground_for(job: Job, folder: Path, say: Callable[[str], None]) -> Iterator[G
     _keep_earlier(folder / TRUTH)
     with ExitStack() as ending:
         try:
-            lab = ending.enter_context(Lab(job.hosts, job.schedule(), seed=job.seed, truth=folder / TRUTH))
+            lab = ending.enter_context(Lab(job.hosts, job.schedule(), seed=job.seed, truth=folder / TRUTH, waits=True))
         except LabUnavailable as error:
             if job.link == "lab":
                 raise

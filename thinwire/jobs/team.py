@@ -22,7 +22,7 @@ from thinwire.jobs.ground import Ground
 from thinwire.jobs.leaving import requests
 from thinwire.jobs.live import View
 from thinwire.jobs.outcome import Outcome
-from thinwire.jobs.telling import CONSEQUENCE, NOTE, SENTENCE
+from thinwire.jobs.telling import BEGUN, CONSEQUENCE, NOTE, SENTENCE
 from thinwire.lab import run
 
 WORKER = "thinwire.jobs.worker"
@@ -88,6 +88,7 @@ class _Worker:
     def __init__(self, rank: int, process: subprocess.Popen[bytes], log: Path) -> None:
         assert process.stdout is not None
         self.rank, self.process = rank, process
+        self.has_begun = False
         self.sentences: list[str] = []
         self.notes: list[str] = []
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -113,6 +114,9 @@ class _Worker:
                 self._log = None
 
     def _take(self, line: str) -> None:
+        if BEGUN.fullmatch(line):
+            self.has_begun = True
+            return
         if line:
             self._lines.append(line)
         if match := NOTE.fullmatch(line):
@@ -150,6 +154,7 @@ class _Team:
         self._outcome = Outcome(how="done")
         self._troubled: list[_Worker] = []
         self._told: set[str] = set()
+        self._has_begun = False
         self._notes: list[str] = []  # of the ground
         self._deadline: float | None = None
 
@@ -199,9 +204,15 @@ class _Team:
             self._notes.append(note)
             self._view.say(note)
 
+    def _note_beginning(self) -> None:
+        if not self._has_begun and any(worker.has_begun for worker in self._running):
+            self._has_begun = True
+            self._ground.begin()
+
     def _note_ends(self) -> None:
         for worker in self._running:
             worker.listen()
+        self._note_beginning()
         ended = [worker for worker in self._running if worker.process.poll() is not None]
         self._running = [worker for worker in self._running if worker not in ended]
         for worker in ended:

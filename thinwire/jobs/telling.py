@@ -14,8 +14,14 @@ from thinwire.errors import ThinwireWarning
 # The user's own code may have left its line unfinished, as a progress bar does, and then ours stands at its end.
 NOTE = re.compile(r".*thinwire: note: (.+)")
 SENTENCE = re.compile(r"(?:.*thinwire: worker \d+: |thinwire: )(.+)")
+BEGUN = re.compile(r".*thinwire: training begins")
 LOST = "the connection to another worker is lost"
 CONSEQUENCE = re.compile(rf"{LOST}|rank \d+ lost rank \d+")  # somebody else failed first
+
+
+def begun() -> None:
+    """All that comes before the first step is done."""
+    print("thinwire: training begins", file=sys.stderr, flush=True)
 
 
 def note(words: str) -> None:

@@ -178,6 +178,8 @@ class Training:
     def run(self) -> Ending:
         """Until it is done, interrupted, or makes no sense any more. Then its checkpoint and its records are whole."""
         self._record_beginning()
+        if self._rank == 0:
+            telling.begun()
         self._clock.set(self._trained)  # preparing was no training
         if self._step == 0:
             self._evaluate(alone=True)

@@ -41,6 +41,7 @@ class Lab:
         mtu: bytes of a full packet; None for what fits the rates of the moment, so that the relay can carry them.
         seed: of loss and jitter.
         truth: the file that tells what the network was when; None for one that goes with the lab.
+        waits: the network stays as its schedule begins until `begin` is called.
         tun: the TUN device.
 
     Attributes:
@@ -56,6 +57,7 @@ class Lab:
         mtu: int | None = None,
         seed: int = 0,
         truth: str | os.PathLike[str] | None = None,
+        waits: bool = False,
         tun: str | None = None,
     ) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
@@ -69,6 +71,7 @@ class Lab:
         self.id = ""
         self._seed = seed
         self._truth = str(Path(truth).absolute()) if truth is not None else ""
+        self._waits = waits
         self._tun = tun or os.environ.get(namespaces.TUN_VARIABLE) or namespaces.TUN_PATH
         self._asking = threading.Lock()
         self._relay: subprocess.Popen[bytes] | None = None
@@ -97,6 +100,7 @@ class Lab:
             "repeat": self.schedule.repeat,
             "folder": str(folder),
             "truth": self._truth,
+            "waits": self._waits,
             "tun": self._tun,
         }
         try:
@@ -206,6 +210,10 @@ class Lab:
     def change(self, change: Change) -> float:
         """Let a change come true now."""
         return float(self._ask({"do": "change", "change": change.to_json()})["time"])
+
+    def begin(self) -> None:
+        """Of a lab that waits, let the schedule begin now. Once is enough, and more often does nothing."""
+        self._start = self._ask({"do": "begin"})["start"]
 
     @property
     def start_time(self) -> float:

@@ -176,6 +176,7 @@ class Relay:
 
     def __init__(self, setup: dict[str, Any], hosts: Hosts, owner: socket.socket, folder: Path) -> None:
         self.start = time.monotonic()
+        self._waits = setup["waits"]  # for somebody to begin, until when it is always the start
         self._hosts = hosts
         self._changes = _timeline([Change.from_json(change) for change in setup["changes"]], setup["repeat"])
         self._switch = Switch(Conditions(setup["hosts"], setup["site"] or None), setup["mtu"], setup["seed"])
@@ -262,9 +263,10 @@ class Relay:
     # --- changes
 
     def _next_change(self) -> float:
-        return self.start + self._upcoming.at if self._upcoming is not None else math.inf
+        return self.start + self._upcoming.at if self._upcoming is not None and not self._waits else math.inf
 
     def _make_due_changes(self, now: float) -> None:
+        now = self.start if self._waits else now
         while self._upcoming is not None and self.start + self._upcoming.at <= now:
             self._change(self._upcoming, self.start + self._upcoming.at)
             self._upcoming = next(self._changes, None)
@@ -313,6 +315,7 @@ class Relay:
 
     def _answer(self, visitor: socket.socket, request: dict[str, Any]) -> None:
         answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "begin": self._answer_begin,
             "change": self._answer_change,
             "stats": self._answer_stats,
         }
@@ -324,6 +327,11 @@ class Relay:
             socket.send_fds(visitor, [_line({"user": bool(own)})], [network, *own])
         else:
             visitor.sendall(_line(answers[request["do"]](request)))
+
+    def _answer_begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._waits:
+            self.start, self._waits = time.monotonic(), False
+        return {"start": self.start}
 
     def _answer_change(self, request: dict[str, Any]) -> dict[str, Any]:
         now = time.monotonic()
