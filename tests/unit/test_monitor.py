@@ -553,6 +553,22 @@ def test_what_is_not_as_expected_makes_it_ask_more() -> None:
     assert network.probe_bytes - before > 1.5 * calm > 0
 
 
+def test_steps_that_send_little_do_not_pay_for_a_first_look() -> None:
+    """Or they would have nothing to ask with when the network changes soon."""
+    network = Network()
+    network.sent_bytes = 50_000
+    for _ in range(3):
+        network._asked = [1, 2, 3]
+        network.step(0)
+    network.monitor.asking.begin()
+    network.steps(30, 2_000)
+    network.alpha = 10 * ALPHA
+    for _ in range(10):
+        network.monitor.asking.be_restless()  # for a step was not what it was
+        network.step(2_000)
+    assert value(network.monitor.alpha()) == pytest.approx(10 * ALPHA, rel=0.1)
+
+
 def test_without_traffic_there_is_one_probe_a_second_each_peer_in_turn() -> None:
     network = Network()
     asked: list[int] = []

@@ -37,6 +37,10 @@ class Asking:
         self._probe_bytes += max(0, probe_bytes)
         self._restless = max(0, self._restless - 1)
 
+    def begin(self) -> None:
+        """What was asked so far was a first look, which steps that send little would otherwise pay for for long."""
+        self._probe_bytes = 0
+
     def be_restless(self) -> None:
         """Something was not as expected: ask more for some steps."""
         self._restless = RESTLESS

@@ -380,6 +380,7 @@ class Pilot:
             return
         self.link.moment = Moment(plan="survey", collective="survey")
         survey(self._ping, self._agree_on_survey, lambda: self.view.beta)
+        self.monitor.asking.begin()
         self._decide(0)
 
     def _ping(self) -> None:
