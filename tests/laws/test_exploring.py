@@ -112,10 +112,12 @@ def test_a_gradient_that_stays_the_same_is_explored_once_whatever_the_plan_does_
 
 
 def test_a_gain_that_has_changed_is_explored_again_but_not_before_there_were_ten_times_as_many_real_steps() -> None:
-    early = explored([(20, 3.0), (60, 1.0)], Adaptive(explore="restore"), 1)
-    late = explored([(80, 3.0), (20, 1.0)], Adaptive(explore="restore"), 1)
-    assert early == [early[0], early[0] + 50] and early[0] < 20  # five ratios, for one step each
-    assert len(late) == 2 and 80 <= late[1] < 90
+    curious = Adaptive(explore="restore", gain_change=0.5)  # more than it changes by while errors build up
+    (first,) = explored([(200, 3.0)], curious, 1)
+    early = explored([(20, 3.0), (60, 1.0)], curious, 1)
+    late = explored([(80, 3.0), (40, 1.0)], curious, 1)
+    assert early == [first, first + 50] and first < 20  # five ratios, for one step each
+    assert late[0] == first and len(late) == 2 and late[1] > 80
 
 
 def test_a_resumed_run_goes_on_with_what_was_found_and_waits_as_if_it_were_just_now() -> None:

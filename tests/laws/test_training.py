@@ -177,7 +177,7 @@ def test_the_record_of_a_step_says_what_was_sent_and_how_much_of_the_gradient_th
     [
         ({"rank": 1}, "this state has rank 1, this run has 0"),
         ({"world_size": 2}, "this state has world_size 2, this run has 1"),
-        ({"version": 0}, "this state has version 0, this run has 4: it was saved by another version"),
+        ({"version": 0}, "this state has version 0, this run has 5: it was saved by another version"),
         ({"error": {}}, r"missing \['weight'\]"),
         ({"error": {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}}, r"unknown \['bias'\]"),
         ({"error": {"weight": torch.zeros(3, 1)}}, r"shape \(3, 1\), not shape \(1, 3\)"),
