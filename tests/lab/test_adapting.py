@@ -13,6 +13,7 @@ import pytest
 
 import thinwire
 from tests.lab.networks import lab
+from tests.process.runs import done, lines_of
 from tests.timing import timing
 from thinwire.lab.lab import Lab
 from thinwire.lab.run import environment
@@ -88,6 +89,25 @@ def test_a_rate_that_falls_while_torch_sends_everything_is_noticed_within_a_few_
     compressed = next(step for step in told[CHANGE_AT:] if step[0] != "dense")
     assert compressed[3] < 4.0  # Mbit/s: the kernel knew, before anything was sent over connections of our own
     assert told[-1][2] < 4.0  # as it is now
+
+
+@timing
+def test_a_latency_that_rises_and_falls_is_followed_within_a_few_steps_that_send_two_kilobytes(tmp_path: Path) -> None:
+    changes = [("1.5s", "50ms"), ("3.5s", "4ms")]
+    lines = "".join(f'[[change]]\nat = "{at}"\nlatency = "{latency}"\n' for at, latency in changes)
+    (tmp_path / "unsteady.toml").write_text(f'[network]\nlatency = "4ms"\nrate = "3mbit"\n{lines}')
+    words = ["--hosts", "4", "--network", str(tmp_path / "unsteady.toml"), "--seconds", "5"]
+    run = tmp_path / f"run-{time.monotonic_ns()}"
+    code, _, err = done("train", "digits", *words, "--name", run.name, "--out", str(tmp_path))
+    assert code == 0, err
+    records = lines_of(run)
+    (began,) = (record for record in records if record["kind"] == "began")
+    truth = [json.loads(line) for line in (run / "truth.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    for change, bounds in zip(truth[1:], [(0.04, 0.06), (0.003, 0.01)], strict=True):
+        changed = change["wall"] - began["wall"] + began["time"]
+        after = [record["alpha"] for record in steps if record["time"] > changed]
+        assert any(bounds[0] < alpha < bounds[1] for alpha in after[:15]), after[:20]
 
 
 if __name__ == "__main__":

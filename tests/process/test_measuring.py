@@ -133,6 +133,65 @@ def test_round_trips_are_seen_where_the_kernel_tells_no_times() -> None:
         assert len(found) >= 5 and min(found) < 0.005
 
 
+# --- messages there and back
+
+
+def talk_and_think(rank: int, thinks: float) -> tuple[list[tuple[int, float, int]], float]:
+    """Messages to and fro, of which rank 1 answers each after a while; what rank 0 saw, and how long that took."""
+    link = TcpLink(timeout=20)
+    start = time.monotonic()
+    for _ in range(5):
+        if rank == 1:
+            work = link.post(tensor(100), 0)
+            work.wait()
+            time.sleep(thinks)
+            link.send(tensor(100), 0).wait()
+        else:
+            work = link.post(tensor(100), 1)
+            link.send(tensor(100), 1).wait()
+            work.wait()
+    took = time.monotonic() - start
+    echoes = list(link.read_out().echoes)
+    assert link.read_out().echoes == () and link.probe_bytes == 0
+    swap(link)
+    link.close()
+    return echoes, took
+
+
+@timing
+def test_messages_tell_how_long_a_round_trip_takes_without_the_time_for_which_the_other_side_thinks() -> None:
+    (echoes, took), (others, _) = run_ranks(talk_and_think, 2, thinks=0.05)
+    assert took >= 0.25 and [(peer, nbytes) for peer, _, nbytes in echoes] == [(1, 2 * (400 + FRAME_BYTES))] * 5
+    assert 0 < min(seconds for _, seconds, _ in echoes) <= max(seconds for _, seconds, _ in echoes) < 0.02
+    assert len(others) == 4 and max(seconds for _, seconds, _ in others) < 0.02  # the first answered nothing
+
+
+def talk_alone(rank: int) -> tuple[list[float], float]:
+    """More messages than a byte can tell apart, and then one back; the round trips, and the time since the first."""
+    link = TcpLink(timeout=20)
+    start = time.monotonic()
+    if rank == 0:
+        for _ in range(600):
+            link.send(tensor(), 1).wait()
+        link.post(tensor(), 1).wait()
+    else:
+        for _ in range(600):
+            link.post(tensor(), 0).wait()
+        link.send(tensor(), 0).wait()
+    took = time.monotonic() - start
+    echoes = link.read_out().echoes
+    for _ in range(3):
+        swap(link)
+    afterwards = link.read_out().echoes
+    link.close()
+    return [seconds for _, seconds, _ in (*echoes, *afterwards)], took
+
+
+def test_a_monologue_is_remembered_as_far_as_its_messages_can_be_told_apart() -> None:
+    (found, took), _ = run_ranks(talk_alone, 2)
+    assert found and all(0 < seconds <= took for seconds in found)
+
+
 # --- what it costs
 
 

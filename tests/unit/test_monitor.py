@@ -315,6 +315,63 @@ def test_one_peer_that_moves_away_alone_is_noticed() -> None:
     assert value(monitor.pairs()[3]) == 0.025 and value(monitor.pairs()[1]) == 0.001
 
 
+# --- messages there and back
+
+
+def after_echoes(monitor: Monitor, number: int, seconds: float, nbytes: int = 1000) -> float:
+    """What is held of the latency after so many steps in which a message to each peer and one back took so long."""
+    for _ in range(number):
+        monitor.note(Reading(echoes=tuple((peer, seconds, nbytes) for peer in (1, 2, 3))), 0)
+    return value(monitor.alpha())
+
+
+def probed(round_trip: float, steps: int = 10) -> Monitor:
+    """A monitor that has asked all others, on a network of 100 Mbit/s."""
+    monitor = Monitor(4, rank=0)
+    trips = tuple((peer, round_trip) for peer in (1, 2, 3))
+    for _ in range(steps):
+        monitor.note(Reading(trips, (Stretch(1_000_000, 0.08),)), 0)
+    return monitor
+
+
+def test_messages_tell_of_a_rise_within_three_steps_and_nobody_has_to_ask() -> None:
+    assert after_echoes(probed(0.002), 3, 0.1) == pytest.approx(0.05, rel=0.01)
+
+
+def test_messages_tell_of_a_fall_at_once() -> None:
+    assert after_echoes(probed(0.1), 1, 0.003) == pytest.approx(0.0015, rel=0.1)
+
+
+def test_a_message_that_may_have_waited_for_others_tells_of_no_rise_but_of_a_fall() -> None:
+    large = 300_000  # from three peers: 72 ms at this rate
+    assert after_echoes(probed(0.002), 20, 0.1, large) == pytest.approx(0.001, rel=0.02)
+    assert 0.02 < after_echoes(probed(0.2), 1, 0.1, large) < 0.05
+
+
+def test_messages_that_take_longer_than_probes_as_they_always_do_change_nothing() -> None:
+    monitor = probed(0.002)
+    for seconds in (0.0021, 0.0025, 0.0030, 0.0026, 0.0028) * 6:
+        after_echoes(monitor, 1, seconds)
+        monitor.note(Reading(((1, 0.002),)), 0)
+    assert value(monitor.alpha()) == pytest.approx(0.001, rel=0.05)
+
+
+def test_where_the_rate_is_unknown_messages_tell_of_no_rise() -> None:
+    monitor = Monitor(4, rank=0)
+    for _ in range(10):
+        monitor.note(Reading(((1, 0.002), (2, 0.002), (3, 0.002))), 0)
+    assert after_echoes(monitor, 10, 0.1) == 0.001
+
+
+def test_noise_just_before_a_rise_leaves_no_peer_where_it_was() -> None:
+    monitor = probed(0.002)
+    for late in (0.0025, 0.0026):
+        monitor.note(Reading(((1, late), (2, late), (3, late))), 0)
+    for peer in (1, 2, 3, 1, 2, 3):
+        monitor.note(Reading(((peer, 0.1),)), 0)
+    assert {peer: round(value(pair), 3) for peer, pair in monitor.pairs().items()} == {1: 0.05, 2: 0.05, 3: 0.05}
+
+
 # --- round trips that met payload
 
 
@@ -506,6 +563,7 @@ readings = st.builds(
     st.lists(st.builds(Stretch, sizes, numbers)).map(tuple),
     sizes,
     st.lists(st.tuples(st.integers(-5, 10), numbers)).map(tuple),
+    st.lists(st.tuples(st.integers(-5, 10), numbers, sizes)).map(tuple),
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 PROBE_BYTES = 128  # of a probe and its answer, as links count them
 PROBE_SHARE = 0.009  # of the bytes sent: under 1 %
-CALM_SHARE = 0.005  # while nothing moves, so that there is something left for when it does
+CALM_SHARE = 0.003  # while nothing moves, so that there is something left for when it does
 PROBES_PER_SECOND = 50.0  # each wakes two processes, who then do not compute
 CALM_PROBES_PER_SECOND = 10.0
 # Probes: what there may be on average, and at most after a calm. On eight hosts that share two cores something always

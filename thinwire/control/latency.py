@@ -12,6 +12,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from thinwire.control.samples import (
     CONFIRMED,
@@ -28,7 +29,30 @@ from thinwire.link.base import Reading
 WIRE_BYTES = 116  # of a probe or its answer, with the headers of TCP (32) and IP (20)
 ROUND_TRIPS = (2e-7, 200.0)  # seconds that can be believed
 TRIPS_KEPT = 8  # of each peer
+TELLING = 0.25  # of what a message took there and another back may be spent waiting if the rest is to tell something
 FAR_AWAY, FAR_AWAY_SECONDS = 2.0, 1e-3  # times the median latency, and more than that: peers on another site
+
+
+class Echo(NamedTuple):
+    """A message to a peer and one back.
+
+    Attributes:
+        seconds: for which they were on their way.
+        waited: of these at most, if as many bytes were on their way to and from every other peer.
+    """
+
+    peer: int
+    seconds: float
+    waited: float
+
+    @property
+    def is_telling(self) -> bool:
+        return self.waited <= TELLING * self.seconds
+
+    @property
+    def round_trip(self) -> float:
+        """Of a message of nothing, most likely."""
+        return max(self.seconds - self.waited / 2, self.seconds / 2)
 
 
 class Latencies:
@@ -53,13 +77,19 @@ class Latencies:
     def note(self, reading: Reading, step: int, now: float, beta: float | None, agreed: float | None) -> None:
         """Take in the round trips of a step, where all ranks together hold the latency to be what is agreed."""
         clear, delayed = self._least_of_each(reading.round_trips), self._least_of_each(reading.delayed)
-        self._look_for_a_rise(clear, delayed, step, now)
-        for peer, seconds in delayed.items():
+        echoes = [Echo(peer, seconds, self._waited(nbytes, beta)) for peer, seconds, nbytes in reading.echoes]
+        telling = [echo for echo in echoes if echo.is_telling]
+        at_least = self._least_of_each((echo.peer, echo.seconds - echo.waited) for echo in telling)
+        self._look_for_a_rise(clear, {**at_least, **delayed}, step, now)
+        about = self._least_of_each((echo.peer, echo.round_trip) for echo in telling)
+        for peer, seconds in {**about, **delayed}.items():
             self._delayed.setdefault(peer, deque(maxlen=TRIPS_KEPT)).append(Sample(step, now, seconds, 0.25))
-        if self._is_a_rise() or self._is_confirmed(agreed, step, beta):
-            self._forget_all_before(self._risen[0].step)
+        if (since := self._risen_since(agreed, step, beta)) is not None:
+            self._forget_all_before(since)
         for peer, seconds in delayed.items():
             self._use_delayed(peer, seconds, step, now)
+        for echo in echoes:
+            self._use_shorter(echo, step, now)
         for peer, seconds in clear.items():
             samples = self._trips.setdefault(peer, deque(maxlen=TRIPS_KEPT))
             samples.append(Sample(step, now, seconds))
@@ -117,6 +147,15 @@ class Latencies:
                 self.rejected += 1
         return least
 
+    def _waited(self, nbytes: int, beta: float | None) -> float:
+        return math.inf if beta is None else (self._world_size - 1) * nbytes * beta
+
+    def _use_shorter(self, echo: Echo, step: int, now: float) -> None:
+        """If messages took less than round trips did that waited for nothing, those are over."""
+        known = self._trips.get(echo.peer)
+        if known and is_within(echo.seconds, ROUND_TRIPS) and echo.seconds < _least(known):
+            known.append(Sample(step, now, echo.round_trip, 0.25))
+
     def _use_delayed(self, peer: int, seconds: float, step: int, now: float) -> None:
         """A round trip that met payload was none the shorter for it, so it counts if it is shorter than any known.
 
@@ -149,12 +188,20 @@ class Latencies:
         known = {peer: _least(self._trips[peer]) for peer in least if self._trips.get(peer)}
         return min((least[peer] / value for peer, value in known.items()), default=math.inf)
 
-    def _is_a_rise(self) -> bool:
-        """Samples above expectation are alike if it is the network that has changed; noise is different every time."""
-        if len(self._risen) < IN_A_ROW:
-            return False
-        least, second, *_ = sorted(sample.value for sample in self._risen)
-        return second <= least * (1 + NOTICEABLE) or len(self._risen) == IN_A_ROW_FOR_SURE
+    def _risen_since(self, agreed: float | None, step: int, beta: float | None) -> int | None:
+        """The step from which on everybody is farther away; None if that is not so.
+
+        Samples above expectation are alike if it is the network that has changed; noise is different every time. And it
+        may have come just before: with what was seen then, one peer would be held to be where it was.
+        """
+        if self._is_confirmed(agreed, step, beta):
+            return step
+        last = list(self._risen)[-IN_A_ROW:]
+        if len(last) < IN_A_ROW:
+            return None
+        least, second, *_ = sorted(sample.value for sample in last)
+        is_rise = second <= least * (1 + NOTICEABLE) or len(self._risen) == IN_A_ROW_FOR_SURE
+        return last[0].step if is_rise else None
 
     def _is_confirmed(self, agreed: float | None, step: int, beta: float | None) -> bool:
         """Whether the last round trips are above expectation, and so is what all ranks together hold to be true."""

@@ -31,13 +31,14 @@ from thinwire.link.frames import (
     PING,
     PONG,
     PROBES,
+    SEQUENCES,
     FrameError,
     Header,
     decode_header,
     dtype_code,
 )
 from thinwire.link.meter import STAMP_BYTES
-from thinwire.link.pace import Pace, Pings
+from thinwire.link.pace import Echoes, Pace, Pings
 from thinwire.link.transfer import Pong, Receiving, Sending, bytes_of, on_host
 from thinwire.types import Moment
 
@@ -76,6 +77,7 @@ class Connection:
         self._parting = False  # nothing may follow our farewell
         self._pace = Pace(sock, link.meter)
         self._pings = Pings(self)
+        self.echoes = Echoes(peer, link.meter)
 
     # --- sending
 
@@ -116,6 +118,7 @@ class Connection:
             if not sending.gone:  # Ctrl-C may have kept an earlier call from noticing
                 sending.begin(self._run_id, self._frames_sent)
                 pieces = sending.next_pieces(room)
+                sending.left_at = time.monotonic()
                 try:
                     # Sending and noting it are one step of the interpreter, which looks for signals between steps:
                     # bytes that left but were not noted would leave again, or be dropped as if they were still here.
@@ -130,7 +133,9 @@ class Connection:
                 self.accepted_at = time.monotonic()
                 self.link.meter.note_sent(self.accepted_at, sending.taken[-1])
             if sending.gone:
-                self._frames_sent = sending.sequence + 1
+                self._frames_sent = (sending.sequence + 1) % SEQUENCES
+                if sending.kind == DATA:
+                    self.echoes.sent(sending.sequence, sending.nbytes, sending.left_at)
                 sending.finish()
                 self._to_send.popleft()
 
@@ -262,10 +267,12 @@ class Connection:
             self._held = decode_header(self._head, self._run_id, self._frames_begun)
         except FrameError as error:
             raise refused(self.link.rank, self.peer, str(error)) from None
-        self._frames_begun += 1
+        self._frames_begun = (self._frames_begun + 1) % SEQUENCES
         if self._held.kind not in PROBES:  # which only tell that the peer's link is alive, not that it works
             self.heard_at = time.monotonic()
         self._pace.note_header(self._held.nbytes)
+        if self._held.kind == DATA:
+            self.echoes.heard(self._held, self._pace.came_at)
         return True
 
     def _begin(self) -> bool:
@@ -294,6 +301,8 @@ class Connection:
     def _end(self, arrival: Arrival) -> None:
         if arrival.damaged:
             raise refused(self.link.rank, self.peer, "a message that was damaged on the way (crc)")
+        if arrival.header.kind == DATA:
+            self.echoes.came(arrival.header.sequence, self._pace.came_at)
         with self._lock:
             self._arriving = None
             if arrival.receiving is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 MAGIC = b"tnwr"
-VERSION = 1
+VERSION = 2
 
 # Only ever append. A PING is answered by a PONG at once; both are a header and nothing else.
 DATA, GOODBYE, ABORT, LOST, PING, PONG = range(6)
@@ -46,8 +46,8 @@ RUN_ID_BYTES = 8
 REASON_BYTES = 1024
 
 _HELLO = struct.Struct(f"!4sB3x{RUN_ID_BYTES}sII")
-# magic, version, kind, dtype, run id, sequence, step, plan, collective, nbytes
-_FIELDS = struct.Struct(f"!4sBBBx{RUN_ID_BYTES}sQq8s8sQ")
+# magic, version, kind, dtype, run id, sequence, step, plan, collective, nbytes, lay, after
+_FIELDS = struct.Struct(f"!4sBBB{RUN_ID_BYTES}sIq8s8sQIBx")
 _HEADER = struct.Struct(_FIELDS.format + "I")  # and the crc of all that
 
 _ORIGIN = struct.Struct("!I")
@@ -58,6 +58,10 @@ HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
 TRAILER_BYTES = 4  # the crc of the payload, behind it: so it can be computed while the payload leaves
 FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES  # what a frame costs on top of its payload
+
+SEQUENCES = 1 << 32  # after which they begin anew
+AFTERS = 1 << 8
+NEVER = (1 << 32) - 1  # microseconds; that long nothing lies here
 
 MAX_NAMES = 4096
 
@@ -85,7 +89,12 @@ def decode_hello(raw: bytes) -> Hello | None:
 
 
 class Header(NamedTuple):
-    """What a frame says about itself. Names travel as digests, so that the header's size never depends on them."""
+    """What a frame says about itself. Names travel as digests, so that the header's size never depends on them.
+
+    Attributes:
+        lay: microseconds for which the newest message of the other side had lain here when this frame left.
+        after: the number of that message, as far as one byte can tell.
+    """
 
     kind: int
     dtype_code: int
@@ -95,6 +104,8 @@ class Header(NamedTuple):
     plan: bytes
     collective: bytes
     nbytes: int
+    lay: int = NEVER
+    after: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

@@ -77,6 +77,7 @@ class Meter:
         self._pieces: deque[tuple[float, float, int]] = deque(maxlen=MAX_PIECES)
         self._round_trips: deque[tuple[int, float]] = deque(maxlen=MAX_ROUND_TRIPS)
         self._delayed: deque[tuple[int, float]] = deque(maxlen=MAX_ROUND_TRIPS)
+        self._echoes: deque[tuple[int, float, int]] = deque(maxlen=MAX_ROUND_TRIPS)
         self.rate = math.inf  # of the last fast stretch
         self._received_at = self._sent_until = -math.inf
 
@@ -86,6 +87,10 @@ class Meter:
 
     def note_round_trip(self, peer: int, seconds: float, delayed: bool = False) -> None:
         (self._delayed if delayed else self._round_trips).append((peer, seconds))
+
+    def note_echo(self, peer: int, seconds: float, nbytes: int) -> None:
+        """A message took so long to a peer and another back, of so many bytes together."""
+        self._echoes.append((peer, seconds, nbytes))
 
     def note_received(self, at: float) -> None:
         """Payload was coming in at that time."""
@@ -109,6 +114,10 @@ class Meter:
     def delayed(self) -> tuple[tuple[int, float], ...]:
         """Those that did."""
         return tuple(_drained(self._delayed))
+
+    def echoes(self) -> tuple[tuple[int, float, int], ...]:
+        """Those of messages."""
+        return tuple(_drained(self._echoes))
 
     def stretches(self) -> tuple[Stretch, ...]:
         """The fastest part of each of the largest busy periods since the last call."""

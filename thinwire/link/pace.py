@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from thinwire.link.frames import FRAME_BYTES, HEADER_BYTES, Header, decode_delayed, decode_held
+from thinwire.link.frames import AFTERS, FRAME_BYTES, HEADER_BYTES, NEVER, Header, decode_delayed, decode_held
 from thinwire.link.meter import PIECE_SECONDS, Meter, age_of, ask_for_stamps
 from thinwire.link.tcp_info import out_of_order
 from thinwire.link.transfer import Ping
@@ -15,6 +15,7 @@ from thinwire.link.transfer import Ping
 if TYPE_CHECKING:
     from thinwire.link.connection import Connection
 
+MOST_SENT = 100  # messages to one peer that it has not told of; more are not remembered, so that one byte tells them
 MAX_ASKED = 16  # pings to one peer without an answer; beyond that the oldest is forgotten
 
 
@@ -94,3 +95,39 @@ class Pings:
             delayed = ping.delayed or decode_delayed(header) or meter.was_receiving(came_at)
             if seconds > 0:
                 meter.note_round_trip(self._connection.peer, seconds, delayed)
+
+
+class Echoes:
+    """Round trips of messages that are sent anyway: each says which of the other side's came last, and how long ago."""
+
+    def __init__(self, peer: int, meter: Meter) -> None:
+        self._peer, self._meter = peer, meter
+        self._sent: dict[int, tuple[int, float]] = {}  # by number: how many bytes, and when the last of them left
+        self._newest: tuple[int, float] | None = None  # of the peer's: its number, and when it had come
+
+    def sent(self, sequence: int, nbytes: int, at: float) -> None:
+        if len(self._sent) < MOST_SENT:
+            self._sent[sequence % AFTERS] = nbytes, at
+
+    def came(self, sequence: int, at: float) -> None:
+        self._newest = sequence % AFTERS, at
+
+    def newest(self) -> tuple[int, int]:
+        """What the next message is to say: how many microseconds the newest of the peer's lies here, and its number."""
+        if self._newest is None:
+            return NEVER, 0
+        after, came_at = self._newest
+        return min(NEVER, max(0, int((time.monotonic() - came_at) * 1e6))), after
+
+    def heard(self, header: Header, came_at: float) -> None:
+        """A message has begun to come. Only the first that says so tells how long the way of another was."""
+        if header.lay == NEVER or header.after not in self._sent:
+            return
+        nbytes, left_at = self._sent[header.after]
+        for earlier in list(self._sent):
+            del self._sent[earlier]
+            if earlier == header.after:
+                break
+        seconds = came_at - left_at - header.lay / 1e6
+        if seconds > 0:
+            self._meter.note_echo(self._peer, seconds, nbytes + header.nbytes + 2 * FRAME_BYTES)

@@ -163,7 +163,8 @@ class TcpLink(Link):
         if self.native_bytes > self._native_bytes_read:
             stretches += self._native_stretches(NATIVE_SHARE * (self.native_bytes - self._native_bytes_read))
             self._native_bytes_read = self.native_bytes
-        return Reading(self.meter.round_trips(), stretches, since, self.meter.delayed())
+        meter = self.meter
+        return Reading(meter.round_trips(), stretches, since, meter.delayed(), meter.echoes())
 
     def _native_stretches(self, least: float) -> tuple[Stretch, ...]:
         """What the kernel knows of torch's own connections to our peers, over which nothing of ours has gone.

@@ -12,8 +12,10 @@ import torch
 from thinwire.errors import LinkTimeout
 from thinwire.link.base import LOOK_UP_SECONDS, Work, check_message, where
 from thinwire.link.frames import (
+    DATA,
     FRAME_BYTES,
     HEADER_BYTES,
+    NEVER,
     PING,
     PONG,
     Header,
@@ -97,6 +99,7 @@ class Sending(Transfer):
     """
 
     sequence: int
+    left_at = 0.0  # its last piece, read just before, so that no round trip seems shorter than it was
     _header: bytes | None = None
     _summed = (0, 0)  # so many bytes of the payload have this crc
 
@@ -104,12 +107,16 @@ class Sending(Transfer):
         self, connection: Connection, tensor: torch.Tensor, moment: Moment, kind: int, payload: memoryview, code: int
     ) -> None:
         super().__init__(connection, tensor, moment)
-        self._kind, self._payload, self._code = kind, payload, code
+        self.kind, self._payload, self._code = kind, payload, code
         self.taken: list[int] = []
 
     @property
     def started(self) -> bool:
         return any(self.taken)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._payload)
 
     @property
     def gone(self) -> bool:
@@ -124,9 +131,9 @@ class Sending(Transfer):
 
     def _describe(self, run_id: bytes, sequence: int) -> Header:
         step, plan, collective = self.moment
-        return Header(
-            self._kind, self._code, run_id, sequence, step, digest(plan), digest(collective), len(self._payload)
-        )
+        names = digest(plan), digest(collective)
+        lay, after = self.connection.echoes.newest() if self.kind == DATA else (NEVER, 0)
+        return Header(self.kind, self._code, run_id, sequence, step, *names, self.nbytes, lay, after)
 
     def next_pieces(self, room: int) -> list[bytes | memoryview]:
         """What is to leave next: at most `room` bytes of the payload, and what goes before and after them."""
@@ -164,14 +171,11 @@ class Sending(Transfer):
 class Ping(Sending):
     """A question whose answer tells how long a round trip takes. Nobody waits for it."""
 
-    left_at = 0.0  # read just before it leaves, so that no round trip seems shorter than it was
-
     def __init__(self, connection: Connection, token: int, delayed: bool) -> None:
         super().__init__(connection, torch.empty(0), Moment(token), PING, memoryview(b""), 0)
         self.delayed = delayed
 
     def _describe(self, run_id: bytes, sequence: int) -> Header:
-        self.left_at = time.monotonic()
         return Header(PING, 0, run_id, sequence, self.moment.step, bytes(8), bytes(8), 0)
 
 
