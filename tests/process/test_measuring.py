@@ -16,7 +16,7 @@ import torch
 from tests.process.launch import outcomes, run_ranks
 from tests.timing import timing
 from thinwire.errors import LinkError
-from thinwire.link import connection, frames
+from thinwire.link import connection, frames, pace
 from thinwire.link.base import Reading
 from thinwire.link.frames import FRAME_BYTES, PING, PONG, FrameError, Header, decode_header, encode_header
 from thinwire.link.process import ProcessLink
@@ -164,6 +164,16 @@ def test_messages_tell_how_long_a_round_trip_takes_without_the_time_for_which_th
     assert took >= 0.25 and [(peer, nbytes) for peer, _, nbytes in echoes] == [(1, 2 * (400 + FRAME_BYTES))] * 5
     assert 0 < min(seconds for _, seconds, _ in echoes) <= max(seconds for _, seconds, _ in echoes) < 0.02
     assert len(others) == 4 and max(seconds for _, seconds, _ in others) < 0.02  # the first answered nothing
+
+
+def talk_and_think_for_long(rank: int) -> list[tuple[int, float, int]]:
+    pace.LONGEST_LAIN = 0.05
+    return talk_and_think(rank, thinks=0.1)[0]
+
+
+def test_what_lay_for_long_tells_nothing_since_two_hosts_clocks_do_not_run_alike() -> None:
+    echoes, others = run_ranks(talk_and_think_for_long, 2)
+    assert echoes == [] and len(others) <= 4  # of rank 0, which answers at once, if the machine lets it
 
 
 def talk_alone(rank: int) -> tuple[list[float], float]:

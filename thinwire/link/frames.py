@@ -61,7 +61,7 @@ FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES  # what a frame costs on top of its p
 
 SEQUENCES = 1 << 32  # after which they begin anew
 AFTERS = 1 << 8
-NEVER = (1 << 32) - 1  # microseconds; that long nothing lies here
+NEVER = (1 << 32) - 1  # microseconds: nothing has come yet, or it is too long ago
 
 MAX_NAMES = 4096
 
@@ -92,7 +92,7 @@ class Header(NamedTuple):
     """What a frame says about itself. Names travel as digests, so that the header's size never depends on them.
 
     Attributes:
-        lay: microseconds for which the newest message of the other side had lain here when this frame left.
+        lay: microseconds for which the newest message of the other side had lain here when this frame left, or NEVER.
         after: the number of that message, as far as one byte can tell.
     """
 

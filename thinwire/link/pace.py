@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire.link.connection import Connection
 
 MOST_SENT = 100  # messages to one peer that it has not told of; more are not remembered, so that one byte tells them
+LONGEST_LAIN = 1.0  # seconds; over a longer time two hosts' clocks may differ by more than a round trip is to be off
 MAX_ASKED = 16  # pings to one peer without an answer; beyond that the oldest is forgotten
 
 
@@ -117,7 +118,8 @@ class Echoes:
         if self._newest is None:
             return NEVER, 0
         after, came_at = self._newest
-        return min(NEVER, max(0, int((time.monotonic() - came_at) * 1e6))), after
+        lay = time.monotonic() - came_at
+        return (max(0, int(lay * 1e6)), after) if lay <= LONGEST_LAIN else (NEVER, 0)
 
     def heard(self, header: Header, came_at: float) -> None:
         """A message has begun to come. Only the first that says so tells how long the way of another was."""
