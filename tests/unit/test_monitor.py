@@ -345,7 +345,29 @@ def test_messages_tell_of_a_fall_at_once() -> None:
 def test_a_message_that_may_have_waited_for_others_tells_of_no_rise_but_of_a_fall() -> None:
     large = 300_000  # from three peers: 72 ms at this rate
     assert after_echoes(probed(0.002), 20, 0.1, large) == pytest.approx(0.001, rel=0.02)
-    assert 0.02 < after_echoes(probed(0.2), 1, 0.1, large) < 0.05
+    assert after_echoes(probed(0.2), 1, 0.1, large) == pytest.approx(0.05, rel=0.001)
+
+
+def test_no_message_makes_the_latency_less_than_half_of_what_it_took_whether_the_rate_is_known_or_not() -> None:
+    for monitor in (probed(0.002), Monitor(4, rank=0)):
+        monitor.note(Reading(((1, 0.002), (2, 0.002), (3, 0.002))), 0)
+        assert after_echoes(monitor, 3, 0.0019, 5000) == pytest.approx(0.00095, rel=0.02)
+
+
+def test_a_message_that_is_a_little_late_confirms_no_rise_that_others_have_seen() -> None:
+    monitor = probed(0.002)
+    monitor.note(Reading(echoes=((1, 0.0025, 100), (2, 0.0025, 100), (3, 0.0025, 100))), 0, 0.0014)
+    assert value(monitor.alpha()) == pytest.approx(0.001, rel=0.02)
+
+
+def test_a_rate_that_falls_is_not_taken_for_a_latency_that_rises() -> None:
+    """Of messages of which nobody has asked anything since it fell, of 1 kB each from three peers."""
+    monitor = probed(0.008)
+    for _ in range(10):
+        slow = tuple((peer, 0.008 + 3 * 2000 * 8 / 3e6, 2000) for peer in (1, 2, 3))
+        monitor.note(Reading(stretches=(Stretch(3000, 3000 * 8 / 3e6),), echoes=slow), 0)
+        assert value(monitor.alpha()) == pytest.approx(0.004, rel=0.1)
+    assert value(monitor.beta()) == pytest.approx(8 / 3e6, rel=0.05)
 
 
 def test_messages_that_take_longer_than_probes_as_they_always_do_change_nothing() -> None:

@@ -29,30 +29,30 @@ from thinwire.link.base import Reading
 WIRE_BYTES = 116  # of a probe or its answer, with the headers of TCP (32) and IP (20)
 ROUND_TRIPS = (2e-7, 200.0)  # seconds that can be believed
 TRIPS_KEPT = 8  # of each peer
-TELLING = 0.25  # of what a message took there and another back may be spent waiting if the rest is to tell something
+TELLING = 0.15  # of what a message took there and another back it may have waited if it is to tell of a rise
+ONE_GO = 14_000  # bytes that TCP sends at once after a pause, before it waits for an acknowledgement
 FAR_AWAY, FAR_AWAY_SECONDS = 2.0, 1e-3  # times the median latency, and more than that: peers on another site
 
 
 class Echo(NamedTuple):
-    """A message to a peer and one back.
+    """A message to a peer and the beginning of one back.
 
     Attributes:
         seconds: for which they were on their way.
-        waited: of these at most, if as many bytes were on their way to and from every other peer.
+        nbytes: of both.
+        waited: seconds of these at most, if as many bytes were on their way to and from every other peer, by the rate
+            that is held to be true; infinite if there is none to go by.
     """
 
     peer: int
     seconds: float
+    nbytes: int
     waited: float
 
     @property
     def is_telling(self) -> bool:
-        return self.waited <= TELLING * self.seconds
-
-    @property
-    def round_trip(self) -> float:
-        """Of a message of nothing, most likely."""
-        return max(self.seconds - self.waited / 2, self.seconds / 2)
+        """Of a rise: what little it waited, and that TCP sent it in one go."""
+        return self.waited <= TELLING * self.seconds and self.nbytes <= ONE_GO
 
 
 class Latencies:
@@ -77,12 +77,12 @@ class Latencies:
     def note(self, reading: Reading, step: int, now: float, beta: float | None, agreed: float | None) -> None:
         """Take in the round trips of a step, where all ranks together hold the latency to be what is agreed."""
         clear, delayed = self._least_of_each(reading.round_trips), self._least_of_each(reading.delayed)
-        echoes = [Echo(peer, seconds, self._waited(nbytes, beta)) for peer, seconds, nbytes in reading.echoes]
+        echoes = [Echo(*echo, self._waited(echo[2], beta)) for echo in reading.echoes]
         telling = [echo for echo in echoes if echo.is_telling]
-        at_least = self._least_of_each((echo.peer, echo.seconds - echo.waited) for echo in telling)
-        self._look_for_a_rise(clear, {**at_least, **delayed}, step, now)
-        about = self._least_of_each((echo.peer, echo.round_trip) for echo in telling)
-        for peer, seconds in {**about, **delayed}.items():
+        at_least = [(echo.peer, echo.seconds - echo.waited) for echo in telling]
+        self._look_for_a_rise(clear, self._least_of_each([*reading.delayed, *at_least]), step, now)
+        at_most = [(echo.peer, echo.seconds) for echo in telling]
+        for peer, seconds in self._least_of_each([*reading.delayed, *at_most]).items():
             self._delayed.setdefault(peer, deque(maxlen=TRIPS_KEPT)).append(Sample(step, now, seconds, 0.25))
         if (since := self._risen_since(agreed, step, beta)) is not None:
             self._forget_all_before(since)
@@ -154,7 +154,7 @@ class Latencies:
         """If messages took less than round trips did that waited for nothing, those are over."""
         known = self._trips.get(echo.peer)
         if known and is_within(echo.seconds, ROUND_TRIPS) and echo.seconds < _least(known):
-            known.append(Sample(step, now, echo.round_trip, 0.25))
+            known.append(Sample(step, now, echo.seconds, 0.25))
 
     def _use_delayed(self, peer: int, seconds: float, step: int, now: float) -> None:
         """A round trip that met payload was none the shorter for it, so it counts if it is shorter than any known.
@@ -208,7 +208,8 @@ class Latencies:
         farthest = max(self._by_peer(beta).values(), default=None)
         if agreed is None or farthest is None or not self._risen:
             return False
-        return agreed > farthest * CONFIRMED and self._risen[-1].step == step
+        newest = self._risen[-1]
+        return agreed > farthest * CONFIRMED and newest.step == step and newest.value > CONFIRMED
 
     def _forget_all_before(self, step: int) -> None:
         """What was before is over, for all peers. Of what came since, that which met payload is better than nothing."""

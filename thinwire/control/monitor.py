@@ -108,8 +108,9 @@ class Monitor:
         """
         now, before = self._clock(), (self._alpha, self._rates.beta)
         self._step += 1
-        self._latencies.note(reading, self._step, now, self._rates.beta, agreed_alpha)
         self._rates.note(reading.stretches, self._step, now, agreed_beta)
+        is_known = not self._rates.are_in_doubt(self._step)
+        self._latencies.note(reading, self._step, now, self._rates.beta if is_known else None, agreed_alpha)
         self._alpha = self._latencies.common(self._step, self._rates.beta)
         after = self._alpha, self._rates.beta
         self.asking.note_step(sent_bytes, reading.probe_bytes)

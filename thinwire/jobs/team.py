@@ -114,7 +114,7 @@ class _Worker:
                 self._log = None
 
     def _take(self, line: str) -> None:
-        if BEGUN.fullmatch(line):
+        if self.rank == 0 and BEGUN.match(line):
             self.has_begun = True
             return
         if line:

@@ -21,7 +21,8 @@ CONSEQUENCE = re.compile(rf"{LOST}|rank \d+ lost rank \d+")  # somebody else fai
 
 def begun() -> None:
     """All that comes before the first step is done."""
-    print("thinwire: training begins", file=sys.stderr, flush=True)
+    sys.stderr.write("thinwire: training begins\n")  # in one piece, whoever else writes
+    sys.stderr.flush()
 
 
 def note(words: str) -> None:

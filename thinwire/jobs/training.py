@@ -178,11 +178,11 @@ class Training:
     def run(self) -> Ending:
         """Until it is done, interrupted, or makes no sense any more. Then its checkpoint and its records are whole."""
         self._record_beginning()
-        if self._rank == 0:
-            telling.begun()
         self._clock.set(self._trained)  # preparing was no training
         if self._step == 0:
             self._evaluate(alone=True)
+        if self._rank == 0:
+            telling.begun()
         ending = self._train()
         self._agreement.hear()  # what is still on its way, on all workers alike
         if ending.how == "done" and self._evaluated_at != self._step:

@@ -221,7 +221,7 @@ class Lab:
         return self._start
 
     def now(self) -> float:
-        """Seconds since the lab's schedule began."""
+        """Seconds since the lab's schedule began; of one that waits and has not, since the lab was opened."""
         return time.monotonic() - self._start
 
     def stats(self) -> dict[str, Any]:

@@ -277,7 +277,7 @@ class Relay:
         self._switch.change(change, moment)
         self._resize_packets()
         wall = time.time() - (time.monotonic() - moment)
-        self._truth.write(change, moment - self.start, wall, self._switch.conditions)
+        self._truth.write(change, self._schedule_time(moment), wall, self._switch.conditions)
 
     def _resize_packets(self) -> None:
         """Let the hosts send packets of the size that fits the present rates."""
@@ -329,18 +329,21 @@ class Relay:
             visitor.sendall(_line(answers[request["do"]](request)))
 
     def _answer_begin(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._waits:
-            self.start, self._waits = time.monotonic(), False
+        self.start, self._waits = time.monotonic() if self._waits else self.start, False
         return {"start": self.start}
 
     def _answer_change(self, request: dict[str, Any]) -> dict[str, Any]:
         now = time.monotonic()
-        self._change(Change.from_json({**request["change"], "at": now - self.start}), now)
-        return {"time": now - self.start}
+        at = self._schedule_time(now)
+        self._change(Change.from_json({**request["change"], "at": at}), now)
+        return {"time": at}
+
+    def _schedule_time(self, now: float) -> float:
+        return 0.0 if self._waits else now - self.start
 
     def _answer_stats(self, request: dict[str, Any]) -> dict[str, Any]:
         return {
-            "time": time.monotonic() - self.start,
+            "time": self._schedule_time(time.monotonic()),
             "cpu": time.process_time(),
             "packets": dict(self._switch.counts),
             "bytes": self._switch.carried,

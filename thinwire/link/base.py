@@ -54,8 +54,8 @@ class Reading(NamedTuple):
         stretches: of everything that came in, from all peers together, since they share the way in.
         probe_bytes: sent for the sake of measuring alone.
         delayed: round trips that met payload on their way, and may have had to wait behind it.
-        echoes: a peer, the seconds that a message took there and another back, and the bytes of both. As many may have
-            been on their way to and from every other peer at the same time.
+        echoes: a peer, the seconds that a message took there and the beginning of another back, and the bytes of both.
+            As many may have been on their way to and from every other peer at the same time.
     """
 
     round_trips: tuple[tuple[int, float], ...] = ()

@@ -272,7 +272,8 @@ class Connection:
             self.heard_at = time.monotonic()
         self._pace.note_header(self._held.nbytes)
         if self._held.kind == DATA:
-            self.echoes.heard(self._held, self._pace.came_at)
+            with self._lock:
+                self.echoes.heard(self._held, self._pace.came_at)
         return True
 
     def _begin(self) -> bool:
@@ -301,10 +302,10 @@ class Connection:
     def _end(self, arrival: Arrival) -> None:
         if arrival.damaged:
             raise refused(self.link.rank, self.peer, "a message that was damaged on the way (crc)")
-        if arrival.header.kind == DATA:
-            self.echoes.came(arrival.header.sequence, self._pace.came_at)
         with self._lock:
             self._arriving = None
+            if arrival.header.kind == DATA:
+                self.echoes.came(arrival.header.sequence, self._pace.came_at)
             if arrival.receiving is not None:
                 arrival.hand_over()
         if arrival.header.kind in (ABORT, LOST):

@@ -47,7 +47,7 @@ REASON_BYTES = 1024
 
 _HELLO = struct.Struct(f"!4sB3x{RUN_ID_BYTES}sII")
 # magic, version, kind, dtype, run id, sequence, step, plan, collective, nbytes, lay, after
-_FIELDS = struct.Struct(f"!4sBBB{RUN_ID_BYTES}sIq8s8sQIBx")
+_FIELDS = struct.Struct(f"!4sBBB{RUN_ID_BYTES}sIq8s8sQHHx")
 _HEADER = struct.Struct(_FIELDS.format + "I")  # and the crc of all that
 
 _ORIGIN = struct.Struct("!I")
@@ -60,8 +60,9 @@ TRAILER_BYTES = 4  # the crc of the payload, behind it: so it can be computed wh
 FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES  # what a frame costs on top of its payload
 
 SEQUENCES = 1 << 32  # after which they begin anew
-AFTERS = 1 << 8
-NEVER = (1 << 32) - 1  # microseconds: nothing has come yet, or it is too long ago
+AFTERS = 1 << 16
+LAY_UNIT = 16e-6  # seconds
+NEVER = (1 << 16) - 1  # of these: nothing has come yet, or it is a second ago and more
 
 MAX_NAMES = 4096
 
@@ -92,8 +93,8 @@ class Header(NamedTuple):
     """What a frame says about itself. Names travel as digests, so that the header's size never depends on them.
 
     Attributes:
-        lay: microseconds for which the newest message of the other side had lain here when this frame left, or NEVER.
-        after: the number of that message, as far as one byte can tell.
+        lay: for how many LAY_UNITs the newest message of the other side had lain here when this frame left, or NEVER.
+        after: the number of that message, as far as two bytes can tell.
     """
 
     kind: int

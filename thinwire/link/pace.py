@@ -7,7 +7,16 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from thinwire.link.frames import AFTERS, FRAME_BYTES, HEADER_BYTES, NEVER, Header, decode_delayed, decode_held
+from thinwire.link.frames import (
+    AFTERS,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    LAY_UNIT,
+    NEVER,
+    Header,
+    decode_delayed,
+    decode_held,
+)
 from thinwire.link.meter import PIECE_SECONDS, Meter, age_of, ask_for_stamps
 from thinwire.link.tcp_info import out_of_order
 from thinwire.link.transfer import Ping
@@ -15,8 +24,8 @@ from thinwire.link.transfer import Ping
 if TYPE_CHECKING:
     from thinwire.link.connection import Connection
 
-MOST_SENT = 100  # messages to one peer that it has not told of; more are not remembered, so that one byte tells them
-LONGEST_LAIN = 1.0  # seconds; over a longer time two hosts' clocks may differ by more than a round trip is to be off
+MOST_SENT = 256  # messages to one peer that it has not told of; beyond that the oldest is forgotten
+DRIFT = 5e-4  # by which two hosts' clocks may run apart, a second in half an hour
 MAX_ASKED = 16  # pings to one peer without an answer; beyond that the oldest is forgotten
 
 
@@ -99,7 +108,10 @@ class Pings:
 
 
 class Echoes:
-    """Round trips of messages that are sent anyway: each says which of the other side's came last, and how long ago."""
+    """Round trips of messages that are sent anyway: each says which of the other side's came last, and how long ago.
+
+    Used under the connection's lock, by who sends and by who reads.
+    """
 
     def __init__(self, peer: int, meter: Meter) -> None:
         self._peer, self._meter = peer, meter
@@ -107,22 +119,26 @@ class Echoes:
         self._newest: tuple[int, float] | None = None  # of the peer's: its number, and when it had come
 
     def sent(self, sequence: int, nbytes: int, at: float) -> None:
-        if len(self._sent) < MOST_SENT:
-            self._sent[sequence % AFTERS] = nbytes, at
+        self._sent.pop(sequence % AFTERS, None)
+        self._sent[sequence % AFTERS] = nbytes, at
+        if len(self._sent) > MOST_SENT:
+            del self._sent[next(iter(self._sent))]
 
     def came(self, sequence: int, at: float) -> None:
         self._newest = sequence % AFTERS, at
 
     def newest(self) -> tuple[int, int]:
-        """What the next message is to say: how many microseconds the newest of the peer's lies here, and its number."""
+        """What the next message is to say: how long the newest of the peer's lies here, and its number."""
         if self._newest is None:
             return NEVER, 0
         after, came_at = self._newest
-        lay = time.monotonic() - came_at
-        return (max(0, int(lay * 1e6)), after) if lay <= LONGEST_LAIN else (NEVER, 0)
+        return min(NEVER, max(0, int((time.monotonic() - came_at) / LAY_UNIT))), after
 
     def heard(self, header: Header, came_at: float) -> None:
-        """A message has begun to come. Only the first that says so tells how long the way of another was."""
+        """A message has begun to come. Only the first that says so tells how long the way of another was.
+
+        As far as clocks may run apart the time is taken for longer: it must not seem shorter than it was.
+        """
         if header.lay == NEVER or header.after not in self._sent:
             return
         nbytes, left_at = self._sent[header.after]
@@ -130,6 +146,6 @@ class Echoes:
             del self._sent[earlier]
             if earlier == header.after:
                 break
-        seconds = came_at - left_at - header.lay / 1e6
+        seconds = came_at - left_at - header.lay * LAY_UNIT * (1 - DRIFT)
         if seconds > 0:
             self._meter.note_echo(self._peer, seconds, nbytes + header.nbytes + 2 * FRAME_BYTES)

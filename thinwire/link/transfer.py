@@ -123,8 +123,11 @@ class Sending(Transfer):
         return sum(self.taken) == FRAME_BYTES + len(self._payload)
 
     def begin(self, run_id: bytes, sequence: int) -> None:
-        """It is this frame's turn. Before that it has no number, and can be dropped without leaving a gap."""
-        if self._header is not None:
+        """It is this frame's turn. Before that it has no number, and can be dropped without leaving a gap.
+
+        As long as nothing of it has left, what it says of times is said anew.
+        """
+        if self.started:
             return
         self.sequence = sequence
         self._header = encode_header(self._describe(run_id, sequence))
