@@ -50,6 +50,7 @@ NEVER = 90.0  # seconds that a target counts for which was not reached
 
 # What to plan for: seconds or steps, from the steps made and the seconds gone.
 RULES: dict[str, tuple[str, Callable[[int, float], float]]] = {
+    "100 steps": ("steps", lambda *_: 100),
     "200 steps": ("steps", lambda *_: 200),
     "300 steps": ("steps", lambda *_: 300),
     "400 steps": ("steps", lambda *_: 400),

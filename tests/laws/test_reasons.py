@@ -88,7 +88,7 @@ def test_a_network_that_changes_while_warming_up_is_a_reason_too() -> None:
 
 def test_the_further_one_plans_the_less_is_sent() -> None:
     dense = Standing(plan=complete("dense", 1.0))
-    ratios = [decided(KNOWN, dense, 9, Adaptive(horizon=horizon)).plan.ratio for horizon in (200, 1000, 3000)]
+    ratios = [decided(KNOWN, dense, 9, Adaptive(horizon=horizon)).plan.ratio for horizon in (100, 1000, 3000)]
     assert ratios[0] > ratios[1] > ratios[2]
     assert decided(KNOWN, dense, 9_000).plan.ratio == ratios[0]
 

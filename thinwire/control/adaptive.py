@@ -75,7 +75,7 @@ class Adaptive:
             against 1/gain (control/pareto.py).
         horizon: for how many steps of dense training to plan. What a plan needs more is a delay, so the further one
             plans the more a fast step is worth. On networks that change, where delays come anew with every smaller
-            ratio, 200 to 400 were as fast as each other, and 200 ended nearest to dense (docs/how-it-decides.md).
+            ratio, 100 to 400 were as fast as each other, and 100 ended nearest to dense (docs/how-it-decides.md).
         ratios: the least and the largest ratio to consider. Dense is always considered.
         exchanges: the compressing exchanges to consider.
         values: how gathered values are sent. "log4", four bits each up to a ratio of 0.1 and sixteen beyond, is a third
@@ -100,7 +100,7 @@ class Adaptive:
     """
 
     objective: str = "goodput"
-    horizon: int = 200
+    horizon: int = 100
     ratios: tuple[float, float] = (0.001, 0.1)
     exchanges: tuple[str, ...] = SPARSE
     values: str = "log4"
